@@ -1,0 +1,1 @@
+"""Commands that make or convert checkpoints: `python -m checkpoints_tools.NAME`."""

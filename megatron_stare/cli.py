@@ -1,0 +1,83 @@
+"""The command `megatron-stare`. Each command is a few lines over the package; heavy imports wait.
+
+Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 75 preempted and saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from megatron_stare import __version__
+from megatron_stare.errors import Preempted, UserError
+
+DONE, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="megatron-stare")
+def app() -> None:
+    """RL post-training of language models on Megatron-core and SGLang, with entropy held by STARE."""
+
+
+_config = click.argument("config", type=click.Path(path_type=Path))
+_overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+@app.command()
+@_config
+@_overrides
+@click.option("--print-config", is_flag=True, help="Show the whole resolved configuration, and stop.")
+def train(config: Path, overrides: tuple[str, ...], print_config: bool) -> int:
+    """Train with the configuration in the file CONFIG.
+
+    Each KEY=VALUE overrides it, for example optimizer.lr=2e-6 or run.resume=auto. Values are YAML.
+    """
+    from megatron_stare.config.load import dump_config, load_config
+
+    loaded = load_config(config, list(overrides))
+    if print_config:
+        click.echo(dump_config(loaded), nl=False)
+        return DONE
+    from megatron_stare.run import supervisor
+
+    return supervisor.train(loaded)
+
+
+@app.command()
+@_config
+@_overrides
+def serve(config: Path, overrides: tuple[str, ...]) -> int:
+    """Start the SGLang servers and the router of CONFIG, and keep them until Ctrl-C."""
+    from megatron_stare.config.load import load_config
+
+    loaded = load_config(config, list(overrides))
+    from megatron_stare.run import supervisor
+
+    return supervisor.serve(loaded)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (default: this process's) and returns its exit code."""
+    try:
+        code = app.main(arguments, prog_name="megatron-stare", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return FAILED
+    except Preempted:
+        return PREEMPTED
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return BAD_USAGE
+    return code if isinstance(code, int) else DONE
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())

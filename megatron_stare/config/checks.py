@@ -1,0 +1,244 @@
+"""Checks of a configuration against the disk, the model and the machine, before anything starts.
+
+What the values alone decide is in `schema.py`. Here all problems are collected, so that a person mends
+them in one go. Heavy packages are imported only by the checks that need them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_stare.config.load import ConfigError
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatron_stare.weights.hf_config import HFConfig
+
+# Any of these in a directory means that a run was there.
+_TRACES = ("config.yaml", "metrics.jsonl", "checkpoints")
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Raises ConfigError with a line for everything that keeps this run from starting.
+
+    Args:
+        config: a loaded configuration.
+        world_size: number of trainer ranks.
+    """
+    if problems := find_problems(config, world_size):
+        raise ConfigError(problems)
+
+
+def find_problems(config: Config, world_size: int) -> list[str]:
+    """The same as a list, empty if all is well."""
+    return [
+        *_check_layout(config, world_size),
+        *_check_layers(config),
+        *_check_batch(config, world_size),
+        *_check_rollout(config),
+        *_check_model(config),
+        *_check_packages(config),
+        *_check_run_dir(config),
+    ]
+
+
+def run_directory(config: Config) -> Path:
+    """Where the run keeps its files: `run.dir`, or runs/NAME."""
+    return Path(config.run.dir) if config.run.dir is not None else Path("runs") / config.run.name
+
+
+def _check_layout(config: Config, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    for key, value, name in (("cp", parallel.cp, "context"), ("ep", parallel.ep, "expert")):
+        if value != 1:
+            yield f"parallel.{key}={value}: {name} parallelism comes with a later release; allowed: 1"
+    if world_size % parallel.model_size:
+        sizes = f"tp={parallel.tp} * pp={parallel.pp}" + (f" * cp={parallel.cp}" if parallel.cp > 1 else "")
+        yield (
+            f"parallel: {world_size} trainer ranks are not a multiple of {sizes} = {parallel.model_size}; "
+            f"set parallel.world_size to a multiple, or change the sizes"
+        )
+
+
+def _check_model(config: Config) -> Iterator[str]:
+    from megatron_stare.weights.hf_config import read_hf_config
+
+    tokenizer = None
+    try:
+        model = read_hf_config(config.model.path)
+    except UserError as error:
+        yield f"model.path={config.model.path}: {error}"
+    else:
+        yield from _check_split(config, model)
+        from megatron_stare.tasks.tokenizer import load_tokenizer
+
+        try:
+            tokenizer = load_tokenizer(config.model.path)
+        except UserError as error:
+            yield str(error)
+    yield from _check_task(config, tokenizer)
+
+
+def _check_layers(config: Config) -> Iterator[str]:
+    if config.model.layers != "transformer_engine":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield "model.layers=transformer_engine: needs a CUDA GPU, and none is here; allowed: auto, local"
+    elif importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "model.layers=transformer_engine: the package transformer-engine is not installed; "
+            "install megatron_stare[gpu], or use local"
+        )
+
+
+def _check_split(config: Config, model: HFConfig) -> Iterator[str]:
+    parallel, rollout = config.parallel, config.rollout
+    for name, size in (
+        ("attention heads", model.num_heads),
+        ("key-value heads", model.num_kv_heads),
+        ("feed-forward columns", model.ffn_size),
+    ):
+        if size % parallel.tp:
+            yield (
+                f"parallel.tp={parallel.tp}: does not divide the model's {size} {name}; "
+                f"allowed: {_divisors(model.num_heads, model.num_kv_heads, model.ffn_size)}"
+            )
+            break
+    stages = parallel.pp * (parallel.vpp or 1)
+    if model.num_layers % stages:
+        keys = f"parallel.pp={parallel.pp}" + (f" * parallel.vpp={parallel.vpp}" if parallel.vpp else "")
+        yield (
+            f"{keys}: {stages} stages do not divide the model's {model.num_layers} layers; "
+            f"allowed: {_divisors(model.num_layers)}"
+        )
+    if config.objective != "rl":
+        return
+    if rollout.context_length > model.max_position_embeddings:
+        yield (
+            f"rollout.context_length={rollout.context_length}: the model knows positions up to "
+            f"{model.max_position_embeddings}; allowed: at most that"
+        )
+    # SGLang copies key-value heads when there are fewer of them than ranks.
+    shares = model.num_kv_heads % rollout.tp == 0 or rollout.tp % model.num_kv_heads == 0
+    if not rollout.endpoints and (model.num_heads % rollout.tp or not shares):
+        yield (
+            f"rollout.tp={rollout.tp}: does not divide the model's {model.num_heads} attention heads and "
+            f"{model.num_kv_heads} key-value heads; allowed: {_divisors(model.num_heads, model.num_kv_heads)}"
+        )
+
+
+def _divisors(*sizes: int) -> str:
+    """Sizes that divide all of these, as text."""
+    return ", ".join(str(n) for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes))
+
+
+def _check_batch(config: Config, world_size: int) -> Iterator[str]:
+    batch, parallel = config.batch, config.parallel
+    rl = config.objective == "rl"
+    longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
+    if rl and longest > batch.max_tokens_per_microbatch:
+        yield (
+            f"batch.max_tokens_per_microbatch={batch.max_tokens_per_microbatch}: the longest sequence does "
+            f"not fit (task.max_prompt_tokens={config.task.max_prompt_tokens} + "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}); allowed: at least {longest}"
+        )
+    dp = world_size // parallel.model_size
+    responses = batch.prompts_per_step * (batch.responses_per_prompt if rl else 1) // batch.updates_per_step
+    if dp > 0 and responses % dp:
+        factors = "batch.prompts_per_step" + (" * batch.responses_per_prompt" if rl else "")
+        yield (
+            f"{factors} / batch.updates_per_step = {responses}: is not a multiple of the "
+            f"{dp} data-parallel ranks"
+        )
+
+
+def _check_rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.objective != "rl":
+        return
+    for url in rollout.endpoints:
+        if not url.startswith(("http://", "https://")):
+            yield f"rollout.endpoints={url}: must be a URL, like http://10.0.0.1:30000"
+    if rollout.endpoints:
+        return
+    if importlib.util.find_spec("sglang") is None:
+        yield (
+            "rollout.servers: the package sglang is not installed; "
+            "install it, or name running servers in rollout.endpoints"
+        )
+    if rollout.router and importlib.util.find_spec("sglang_router") is None:
+        yield "rollout.router=true: the package sglang-router is not installed; install it, or use false"
+    if rollout.port is not None and (reason := _port_problem(rollout.host, rollout.port)):
+        yield f"rollout.port={rollout.port}: {reason} on {rollout.host}; use another, or null for a free one"
+
+
+def _port_problem(host: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: a port whose last connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return None
+
+
+def _check_task(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
+    """Opens what the run will open: every row of a file is read, every function imported."""
+    from megatron_stare.tasks.data import open_source
+    from megatron_stare.tasks.reward import check_reward
+    from megatron_stare.tasks.rows import open_rows
+
+    sources = {"task.source": config.task.source}
+    if config.evaluation.source:
+        sources["evaluation.source"] = config.evaluation.source
+    for key, source in sources.items():
+        task = config.task.model_copy(update={"source": source})
+        try:
+            if tokenizer is None:
+                open_rows(task.source, task.size, config.run.seed, task.source_args)
+            else:
+                open_source(task, tokenizer, config.run.seed)
+        except UserError as error:
+            yield str(error) if key == "task.source" else f"{key}={source}: {error}"
+    if config.objective == "rl":
+        try:
+            check_reward(config.task)
+        except ImportError as error:
+            yield f"task.reward={config.task.reward}: the package {error.name} is not installed"
+        except UserError as error:
+            yield str(error)
+
+
+def _check_packages(config: Config) -> Iterator[str]:
+    for name in ("tensorboard", "wandb"):
+        if getattr(config.report, name) and importlib.util.find_spec(name) is None:
+            yield f"report.{name}=true: the package {name} is not installed; install it, or use false"
+
+
+def _check_run_dir(config: Config) -> Iterator[str]:
+    path = run_directory(config)
+    key = f"run.dir={path}" if config.run.dir is not None else f"run.name={config.run.name}: {path}"
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        yield f"{key}: {existing} is a file, not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{key}: {existing} is not writeable"
+    elif config.run.resume == "never" and any((path / trace).exists() for trace in _TRACES):
+        yield (
+            f"{key} already holds a run: continue it with run.resume=auto, "
+            "or choose another run.name or run.dir"
+        )

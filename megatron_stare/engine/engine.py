@@ -1,0 +1,122 @@
+"""The policy on this rank: model, optimizer, and the collective operations that a step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_stare.config.schema import Config
+from megatron_stare.engine import checkpoint, step
+from megatron_stare.engine.batch import Microbatch, TrainSequence, pack_update
+from megatron_stare.engine.device import Device
+from megatron_stare.engine.model import build_models, transformer_config
+from megatron_stare.engine.optimizer import LearningRate, build_optimizer, wrap_data_parallel
+from megatron_stare.engine.parallel import Parallel
+from megatron_stare.weights.export import iter_hf_weights
+from megatron_stare.weights.hf_config import read_hf_config
+from megatron_stare.weights.load import load_hf_weights
+
+
+class Engine:
+    """All methods are collective: every rank of the run calls them in the same order."""
+
+    def __init__(self, config: Config, device: Device, parallel: Parallel):
+        self.device, self.parallel = device, parallel
+        self.hf = read_hf_config(config.model.path)
+        layers = device.layers if config.model.layers == "auto" else config.model.layers
+        optimizer, layout = config.optimizer, config.parallel
+        self.model_config = transformer_config(
+            self.hf,
+            parallel,
+            device,
+            dtype=getattr(torch, config.model.dtype),
+            recompute=layout.recompute,
+        )
+        models = build_models(
+            self.hf,
+            self.model_config,
+            parallel,
+            device,
+            layers=layers,
+            vocab_multiple=config.model.vocab_multiple,
+            temperature=config.rollout.temperature if config.objective == "rl" else 1.0,
+        )
+        load_hf_weights(
+            models,
+            config.model.path,
+            self.hf,
+            tp_rank=parallel.tp_rank,
+            tp_size=parallel.tp_size,
+        )
+        self.models = wrap_data_parallel(
+            models,
+            self.model_config,
+            distributed_optimizer=layout.distributed_optimizer,
+            overlap=layout.overlap,
+        )
+        self.optimizer = build_optimizer(
+            self.models,
+            self.model_config,
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            clip_grad=optimizer.clip_grad,
+            distributed=layout.distributed_optimizer,
+        )
+        self.learning_rate = LearningRate(
+            peak=optimizer.lr,
+            floor=optimizer.min_lr,
+            schedule=optimizer.schedule,
+            warmup=optimizer.warmup_steps,
+            total=config.run.steps,
+        )
+
+    def pack(self, microbatches: list[list[TrainSequence]]) -> list[Microbatch]:
+        """Lay this replica's share of an update out on the device."""
+        longest = max(sum(map(len, chosen)) for chosen in microbatches)
+        return pack_update(
+            microbatches,
+            common_length=longest if self.parallel.pp_size > 1 else None,
+            multiple=self.parallel.tp_size if self.parallel.sequence_parallel else 1,
+            device=self.device.torch,
+        )
+
+    def measure(self, microbatches: list[Microbatch]) -> step.Signals:
+        """Log-probs and entropy of the batch under the current policy, without gradient."""
+        return step.measure(self.models, microbatches, self.parallel)
+
+    def learn(
+        self, microbatches: list[Microbatch], loss: step.LossFunction, *, normalizer: float, lr: float
+    ) -> step.UpdateStats:
+        """One optimizer update; `normalizer` is the global batch's N (DESIGN 2.5)."""
+        return step.learn(
+            self.models, self.optimizer, microbatches, loss, self.parallel, normalizer=normalizer, lr=lr
+        )
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy under Hugging Face's names, tensor by tensor, whole on rank 0; nothing elsewhere.
+
+        Only the ranks of rank 0's replica take part, and each must exhaust the iterator.
+        """
+        if self.parallel.dp_rank != 0:
+            return
+        yield from iter_hf_weights(
+            self.models,
+            self.hf,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+        )
+
+    def save(self, directory: Path, steps: int, run_state: dict[str, Any], *, keep_last: int) -> Path:
+        """Write a checkpoint after `steps` finished steps."""
+        return checkpoint.save(
+            directory, steps, self.models, self.optimizer, run_state, keep_last=keep_last
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Load a checkpoint in place and return its run state."""
+        return checkpoint.load(path, self.models, self.optimizer)

@@ -1,0 +1,102 @@
+"""A child process in its own session, with its log, and the certainty that its whole group ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from megatron_stare.rollout.child import PARENT_VARIABLE
+
+LOG_LINES = 15
+
+
+class Child:
+    """One `python -m MODULE ARGS` that writes to a log file, or to this process's output without one.
+
+    It leads its own session, so that Ctrl-C in the terminal reaches only this process, which then
+    ends the others in order. It asks the kernel to be killed when the *thread* that started it ends
+    (child.die_with_parent): start it from a thread that lives as long as the fleet.
+    """
+
+    def __init__(
+        self, name: str, module: str, arguments: list[str], environment: Mapping[str, str], log: Path | None
+    ) -> None:
+        self.name = name
+        self.log = log
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.nullcontext() if log is None else log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if log is None else subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the group's."""
+        return self.process.pid
+
+    def exit_reason(self) -> str | None:
+        """How it ended, for a person; None while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def log_tail(self) -> str:
+        """The log's last lines, each indented."""
+        if self.log is None:
+            return ""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        except OSError as error:
+            lines = [str(error)]
+        return "\n".join(f"  | {line[:300]}" for line in lines)
+
+
+def end(children: list[Child], grace: float = 1.0) -> None:
+    """End the groups of all `children`: SIGTERM, `grace` seconds together, then SIGKILL. Idempotent.
+
+    The grace is short because a server has nothing to save, and takes 5 s to find that out itself.
+    """
+    members = {child.pid: _descendants(child.pid) for child in children}
+    for child in children:
+        _signal_group(child, signal.SIGTERM)
+    everyone = [process for group in members.values() for process in group]
+    deadline = time.monotonic() + grace
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        _signal_group(child, signal.SIGKILL)
+        child.process.wait()
+    # Anything that left the group, found before its parent was gone.
+    _, alive = psutil.wait_procs(everyone, timeout=0.5)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _signal_group(child: Child, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)

@@ -1,0 +1,194 @@
+"""Weights by torch.distributed broadcast, in flattened buckets, to all servers at once."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_stare.config.schema import RolloutSection
+from megatron_stare.rollout.endpoints import Endpoints, RolloutError
+from megatron_stare.rollout.sync import CONTROL_TIMEOUT, Bucket, PublishError, Publisher, buckets, quietly
+
+_POLL_SECONDS = 0.002
+
+
+class DistributedPublisher(Publisher):
+    """Broadcasts from rank 0 of a group of its own: this process, then every server's tp ranks in turn.
+
+    The group is made at the first publish, and anew after any failure, so that servers or a trainer that
+    were restarted in between find each other again.
+    """
+
+    def __init__(self, rollout: RolloutSection, endpoints: Endpoints, backend: Literal["gloo", "nccl"]) -> None:
+        super().__init__(rollout, endpoints)
+        self._backend = backend
+        self._name = ""
+        self._group: dist.ProcessGroup | None = None
+        self._sessions = True  # whether the servers know begin_weight_update (SGLang 0.5.9 does not)
+
+    def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        # Until the end of this call a server holds a mixture, and no response may pass for either version.
+        self._each("/update_weight_version", {"new_version": f"incomplete-{version}", "abort_all_requests": False})
+        try:
+            if self._group is None:
+                self._connect()
+            self._begin()
+            sending: _Sending | None = None
+            for bucket in buckets(named_tensors, self._rollout.bucket_mb << 20):
+                flat = _flatten(bucket)  # while the one before is on its way
+                if sending is not None:
+                    sending.wait()
+                sending = self._broadcast(*flat)
+            if sending is not None:
+                sending.wait()
+            if self._sessions:
+                self._each("/end_weight_update", {}, timeout=self._rollout.request_timeout)
+        except BaseException:
+            self._disconnect()
+            raise
+        self._each("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def _begin(self) -> None:
+        for url in self._endpoints.servers:
+            try:
+                status, answer = self._endpoints.call(url, "/begin_weight_update", {}, timeout=CONTROL_TIMEOUT)
+            except OSError as error:
+                raise RolloutError(f"{url}/begin_weight_update: no answer ({error})") from error
+            if status == 404:
+                self._sessions = False
+            elif status == 400 and "already open" in str(answer):  # left by a publish that failed
+                continue
+            elif status != 200:
+                raise RolloutError(f"{url}/begin_weight_update: {status} {str(answer)[:500]}")
+
+    def _broadcast(self, flat: torch.Tensor, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> _Sending:
+        assert self._group is not None
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # once, at the end
+        }
+        limit = self._rollout.request_timeout
+        answers = {
+            url: self._pool.submit(
+                self._endpoints.require, url, "/update_weights_from_distributed", body, timeout=limit
+            )
+            for url in self._endpoints.servers
+        }
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        return _Sending(flat, work, answers, time.monotonic() + limit)
+
+    def _connect(self) -> None:
+        """Make the group. The servers' side is SGLang's init_custom_process_group.
+
+        The store is made here from a listening socket: the port is taken when its number is told, only the
+        servers' address is listened on, and under torchrun `tcp://` would mean the agent's store instead.
+        """
+        servers, tp = self._endpoints.servers, self._rollout.tp
+        world_size = 1 + tp * len(servers)
+        host = self._rollout.host
+        self._name = f"megatron_stare-{uuid.uuid4().hex[:12]}"
+        limit = timedelta(seconds=min(self._rollout.request_timeout, 1800.0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=world_size)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host, port, world_size, is_master=True, timeout=limit, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+        def body(index: int) -> dict[str, Any]:
+            return {
+                "master_address": host,
+                "master_port": port,
+                "rank_offset": 1 + index * tp,
+                "world_size": world_size,
+                "group_name": self._name,
+                "backend": self._backend,
+            }
+
+        answers = {
+            url: self._pool.submit(
+                self._endpoints.require, url, "/init_weights_update_group", body(index), timeout=limit.total_seconds()
+            )
+            for index, url in enumerate(servers)
+        }
+        # A server that refuses never joins, and making the group would wait for it; so joining has its own limit.
+        self._group, _ = c10d._new_process_group_helper(
+            world_size, 0, [], dist.Backend(self._backend), dist.PrefixStore(self._name, store),
+            group_name=self._name, timeout=limit,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        for future in answers.values():
+            future.result()
+
+    def _disconnect(self) -> None:
+        """Forget the group on both sides. What still hangs in it here ends when the servers let go."""
+        group, self._group = self._group, None
+        if not self._name:
+            return
+        name, self._name = self._name, ""
+        for url in self._endpoints.servers:
+            with quietly():
+                self._endpoints.call(url, "/destroy_weights_update_group", {"group_name": name}, timeout=10.0)
+        if group is not None:
+            with quietly():
+                dist.destroy_process_group(group)
+
+    def close(self) -> None:
+        self._disconnect()
+        super().close()
+
+
+class _Sending:
+    """One bucket on its way, watched from both ends.
+
+    A server that rejects an update answers without joining the broadcast, which then would wait for it
+    for ever. So neither the broadcast nor the answers are waited for alone.
+    """
+
+    def __init__(self, flat: torch.Tensor, work: Any, answers: dict[str, Future[Any]], deadline: float) -> None:
+        self._flat = flat  # kept until it is sent
+        self._work = work
+        self._answers = answers
+        self._deadline = deadline
+
+    def wait(self) -> None:
+        """Return when every server has loaded the bucket. Raises PublishError or RolloutError."""
+        while True:
+            open_answers = [url for url, future in self._answers.items() if not future.done()]
+            for url in self._answers.keys() - open_answers:
+                self._answers[url].result()
+            if self._work.is_completed():
+                self._work.wait()  # raises what went wrong
+                if not open_answers:
+                    return
+            if time.monotonic() > self._deadline:
+                waiting = ", ".join(open_answers) or "the broadcast"
+                raise PublishError(f"a weight update did not end in rollout.request_timeout: waited for {waiting}")
+            time.sleep(_POLL_SECONDS)
+
+
+def _flatten(bucket: Bucket) -> tuple[torch.Tensor, list[str], list[str], list[list[int]]]:
+    """All of a bucket as bytes, with names, dtypes and shapes.
+
+    Wide dtypes first: then each tensor starts at a multiple of its element size, which SGLang demands.
+    """
+    ordered = sorted(bucket, key=lambda item: -item[1].element_size())
+    flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
+    names = [name for name, _ in ordered]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered]
+    shapes = [list(tensor.shape) for _, tensor in ordered]
+    return flat, names, dtypes, shapes

@@ -1,0 +1,1 @@
+"""The program around the parts: supervisor, trainer ranks, the loop."""

@@ -1,0 +1,60 @@
+"""Names inside a run directory, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_stare.config.schema import Config
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where a run keeps what."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, config: Config) -> RunFiles:
+        """The run directory that the config names."""
+        return cls(Path(config.run.dir or f"runs/{config.run.name}").resolve())
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.root / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of servers and of trainer ranks."""
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Megatron distributed checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def hf(self) -> Path:
+        """The Hugging Face export at the end."""
+        return self.root / "hf"
+
+    @property
+    def weights(self) -> Path:
+        """Scratch space of weight sync by disk."""
+        return self.root / "weights"
+
+    @property
+    def stop_request(self) -> Path:
+        """Appears when the run is asked to save and stop."""
+        return self.root / "stop.request"
+
+    @property
+    def outcome(self) -> Path:
+        """How the trainer ranks ended: written by rank 0, read by the supervisor."""
+        return self.root / "outcome.json"

@@ -1,0 +1,98 @@
+"""Rank 0's side of a step: prompts to the servers, responses to the rewards, and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_stare.config.schema import Config
+from megatron_stare.rollout import RolloutClient
+from megatron_stare.tasks import PromptCursor, Scorer, open_source
+from megatron_stare.tasks.sample import Group, Prompt
+
+
+class Sampler:
+    """Fills a step's batch with scored groups, and measures the policy on held-out prompts."""
+
+    def __init__(self, config: Config, tokenizer, client: RolloutClient, should_stop: Callable[[], bool]):
+        self.config, self.tokenizer, self.client = config, tokenizer, client
+        self.should_stop = should_stop
+        source = open_source(config.task, tokenizer, config.run.seed)
+        self.cursor = PromptCursor(source, config.run.seed, config.task.shuffle)
+        self.scorer = Scorer(config.task)
+
+    def collect(self, weight_version: int, status: Callable[[str], None]) -> tuple[list[Group], dict]:
+        """A step's groups, each response scored, and what sampling cost.
+
+        With dynamic sampling, groups whose rewards are all equal are replaced by new ones. After
+        `max_sampling_rounds` the batch is filled up with some of them (they carry no advantage), so that
+        a task that has become too easy slows the run down instead of ending it.
+        """
+        wanted, algorithm = self.config.batch.prompts_per_step, self.config.algorithm
+        kept: list[Group] = []
+        uniform: list[Group] = []
+        errors = timeouts = rounds = 0
+        while len(kept) < wanted and rounds < algorithm.max_sampling_rounds:
+            rounds += 1
+            groups, stats = self._sample_and_score(
+                self.cursor.next(wanted - len(kept)),
+                self.config.batch.responses_per_prompt,
+                weight_version,
+                status,
+            )
+            errors, timeouts = errors + stats.errors, timeouts + stats.timeouts
+            for group in groups:
+                drop = algorithm.dynamic_sampling and _is_uniform(group)
+                (uniform if drop else kept).append(group)
+        metrics = {
+            "reward/errors": errors,
+            "reward/timeouts": timeouts,
+            "sampling/rounds": rounds,
+            "sampling/uniform_groups": len(uniform) + sum(map(_is_uniform, kept)),
+        }
+        return kept + uniform[: wanted - len(kept)], metrics
+
+    def evaluate(self, weight_version: int, status: Callable[[str], None]) -> dict[str, float]:
+        """Mean reward, pass@k and distinct right answers a prompt, on the first held-out prompts."""
+        evaluation, task = self.config.evaluation, self.config.task
+        if evaluation.source:
+            task = task.model_copy(update={"source": evaluation.source})
+        source = open_source(task, self.tokenizer, self.config.run.seed + 1)
+        prompts = [source[i] for i in range(min(evaluation.prompts, len(source)))]
+        groups, _ = self._sample_and_score(prompts, evaluation.samples, weight_version, status)
+        right = [[r for r in group.responses if r.reward > 0] for group in groups]
+        count = len(groups)
+        return {
+            "eval/reward": sum(r.reward for g in groups for r in g.responses) / (count * evaluation.samples),
+            f"eval/pass@{evaluation.samples}": sum(bool(responses) for responses in right) / count,
+            "eval/distinct_right": sum(len({r.text for r in responses}) for responses in right) / count,
+        }
+
+    def _sample_and_score(self, prompts: list[Prompt], n: int, weight_version: int, status):
+        status("sampling")
+        groups = self.client.generate(
+            prompts, n, weight_version=weight_version, should_stop=self.should_stop
+        )
+        responses = [response for group in groups for response in group.responses]
+        texts = self.tokenizer.batch_decode([r.token_ids for r in responses], skip_special_tokens=True)
+        for response, text in zip(responses, texts, strict=True):
+            response.text = text
+        status("scoring")
+        return groups, self.scorer.score(groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step's prompts start."""
+        return {"cursor": self.cursor.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises UserError for a changed dataset."""
+        self.cursor.load_state_dict(state["cursor"])
+
+    def close(self) -> None:
+        """End the reward pool and the client's thread."""
+        self.scorer.close()
+        self.client.close()
+
+
+def _is_uniform(group: Group) -> bool:
+    return len({response.reward for response in group.responses}) <= 1

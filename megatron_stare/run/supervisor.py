@@ -1,0 +1,176 @@
+"""The process that a person starts: it checks, starts servers and trainer ranks, waits, and ends them all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_stare.config import Config, check_config, dump_config
+from megatron_stare.run.ranks import trainer_ranks
+from megatron_stare.rollout import Endpoints, RolloutError, ServerFleet
+from megatron_stare.rollout.process import Child, end
+from megatron_stare.run.files import RunFiles
+
+DONE, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75
+_EXIT_CODES = {"done": DONE, "preempted": PREEMPTED, "refused": BAD_USAGE, "failed": FAILED}
+_POLL_SECONDS = 0.2
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM while the run is up: the first asks to save, a second ends it at once."""
+
+    def __init__(self):
+        self.count = 0
+        self.since = 0.0
+
+    def __call__(self, _number=None, _frame=None) -> None:
+        self.count += 1
+        self.since = self.since or time.monotonic()
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Receive the signals within this block."""
+        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def train(config: Config) -> int:
+    """Run `config` to its end. Returns the exit code; raises UserError before anything is started."""
+    world_size = trainer_ranks(config)
+    check_config(config, world_size)
+    files = RunFiles.of(config)
+    _prepare(config, files)
+    stop = StopRequest()
+    fleet = ServerFleet(config.rollout, config.model.path, config.model.dtype, files.root, config.run.seed)
+    ranks: Child | None = None
+    with stop.listening():
+        try:
+            endpoints = None
+            if config.objective == "rl":
+                _say("starting SGLang servers")
+                endpoints = fleet.start(_say)
+            if stop.count:
+                return _stopped_early()
+            _say(f"starting {world_size} trainer rank{'s' if world_size > 1 else ''}")
+            ranks = _start_ranks(config, files, world_size, endpoints)
+            return _wait(config, files, ranks, fleet, stop)
+        except RolloutError as error:
+            if stop.count:
+                return _stopped_early()
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
+        except KeyboardInterrupt:
+            print("stopped at once; work since the last checkpoint is lost", file=sys.stderr)
+            return FAILED
+        finally:
+            # A third Ctrl-C must not leave processes behind.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if ranks:
+                end([ranks])
+            fleet.stop()
+            files.stop_request.unlink(missing_ok=True)
+
+
+def serve(config: Config) -> int:
+    """Start the servers and the router of `config`, print where they are, and keep them until a signal."""
+    files = RunFiles.of(config)
+    fleet = ServerFleet(config.rollout, config.model.path, config.model.dtype, files.root, config.run.seed)
+    stop = StopRequest()
+    with stop.listening():
+        try:
+            endpoints = fleet.start(_say)
+            for url in [*endpoints.servers, *([endpoints.router] if endpoints.router else [])]:
+                print(url)
+            print(f"API key: {endpoints.api_key}\nCtrl-C ends them", flush=True)
+            while not stop.count:
+                fleet.check()
+                time.sleep(_POLL_SECONDS)
+            return DONE
+        except RolloutError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
+        except KeyboardInterrupt:
+            return DONE
+        finally:
+            fleet.stop()
+
+
+def _prepare(config: Config, files: RunFiles) -> None:
+    files.logs.mkdir(parents=True, exist_ok=True)
+    files.config.write_text(dump_config(config), encoding="utf-8")
+    files.stop_request.unlink(missing_ok=True)
+    files.outcome.unlink(missing_ok=True)
+    _say(f"run directory {files.root}")
+
+
+def _start_ranks(config: Config, files: RunFiles, world_size: int, endpoints: Endpoints | None) -> Child:
+    """torchrun over this node's ranks. Rank 0 writes to this terminal, all ranks to RUN/logs."""
+    arguments = [
+        *("--nnodes", "1", "--nproc-per-node", str(world_size)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("-m", "megatron_stare.run.worker", str(files.root)),
+    ]
+    environment = {
+        # Without it torchrun sets 1 as well, but says so at length.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Tokenizers warn after a fork otherwise.
+        "TOKENIZERS_PARALLELISM": "false",
+        # User code named in the config (task.source, task.reward) is found from where the person stands.
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),
+        **(endpoints.to_env() if endpoints else {}),
+    }
+    return Child("trainer", "megatron_stare.run.torchrun", arguments, environment, None)
+
+
+def _wait(config: Config, files: RunFiles, ranks: Child, fleet: ServerFleet, stop: StopRequest) -> int:
+    """Wait for the ranks; hand a stop request on; give up when a server dies or the grace is over."""
+    asked = False
+    while ranks.exit_reason() is None:
+        if stop.count and not asked:
+            asked = True
+            files.stop_request.touch()
+            _say("stopping: saving the last finished step (press Ctrl-C again to stop at once)")
+        if asked and time.monotonic() - stop.since > config.run.grace_seconds:
+            _say(f"error: not saved within run.grace_seconds={config.run.grace_seconds:g}; ended")
+            return FAILED
+        fleet.check()
+        time.sleep(_POLL_SECONDS)
+    return _report_outcome(files, ranks)
+
+
+def _report_outcome(files: RunFiles, ranks: Child) -> int:
+    try:
+        record = json.loads(files.outcome.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        record = {"outcome": "failed", "message": f"the trainer {ranks.exit_reason()}", "rank": 0}
+    outcome, message = record["outcome"], record["message"]
+    if outcome == "refused":
+        for line in message.splitlines():
+            print(f"error: {line}", file=sys.stderr)
+    elif outcome == "failed":
+        log = files.logs / f"trainer-{record['rank']}.log"
+        print(f"error: {message}\nerror: the whole story is in {log}", file=sys.stderr)
+    elif outcome == "preempted":
+        _say(f"stopped after {message} and saved; continue with run.resume=auto")
+    return _EXIT_CODES[outcome]
+
+
+def _stopped_early() -> int:
+    _say("stopped before training started; nothing to save")
+    return PREEMPTED
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

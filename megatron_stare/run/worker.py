@@ -1,0 +1,117 @@
+"""One trainer rank: `python -m megatron_stare.run.worker RUN_DIRECTORY` under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from megatron_stare.config import load_config
+from megatron_stare.errors import Preempted, UserError
+from megatron_stare.rollout.child import die_with_parent
+from megatron_stare.run.files import RunFiles
+
+
+class StopFlag:
+    """Whether the run is asked to save and stop: by a signal to this rank, or by the file in the run directory."""
+
+    def __init__(self, files: RunFiles):
+        self.files = files
+        self.signalled = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number, _frame) -> None:
+        self.signalled = True
+
+    def __call__(self) -> bool:
+        return self.signalled or self.files.stop_request.exists()
+
+
+def main() -> int:
+    """Run this rank to its end; rank 0 leaves the outcome for the supervisor."""
+    die_with_parent()
+    files = RunFiles(Path(sys.argv[1]))
+    rank = int(os.environ.get("RANK", "0"))
+    _log_to_file(files, rank)
+    try:
+        outcome, message = run(files, rank)
+    except UserError as error:
+        outcome, message = "refused", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        outcome, message = "failed", f"{type(error).__name__}: {error}"
+    if rank == 0 or outcome == "failed":
+        _record(files, rank, outcome, message)
+    # Gloo's and the wandb threads may hold the interpreter; everything worth keeping is on disk.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if outcome in ("done", "preempted") else 1)
+
+
+def run(files: RunFiles, rank: int) -> tuple[str, str]:
+    """Build the parts, train, save. Returns the outcome and a sentence about it."""
+    from megatron_stare.engine.device import current
+    from megatron_stare.engine.engine import Engine
+    from megatron_stare.engine.parallel import initialize, shut_down
+    from megatron_stare.run.build import build_session
+    from megatron_stare.run.trainer import train, train_supervised
+
+    config = load_config(files.config)
+    stop = StopFlag(files)
+    layout = config.parallel
+    device = current()
+    parallel = initialize(
+        device,
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        seed=config.run.seed,
+        timeout_minutes=layout.timeout_minutes,
+    )
+    session = build_session(config, Engine(config, device, parallel), files, stop)
+    try:
+        try:
+            (train if config.objective == "rl" else train_supervised)(session)
+            outcome = "done"
+        except Preempted:
+            outcome = "preempted"
+        if outcome == "preempted" or config.checkpoint.at_end:
+            session.save()
+        if outcome == "done" and config.checkpoint.hf_at_end:
+            session.export(files.hf)
+    except BaseException:
+        session.close("failed")
+        raise
+    session.close(outcome)
+    shut_down()
+    return outcome, f"{session.steps_done} of {config.run.steps} steps"
+
+
+def _log_to_file(files: RunFiles, rank: int) -> None:
+    """Send this rank's output to its log; rank 0 keeps standard output for the person who watches."""
+    files.logs.mkdir(parents=True, exist_ok=True)
+    log = os.open(files.logs / f"trainer-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 2)
+    if rank != 0:
+        os.dup2(log, 1)
+
+
+def _record(files: RunFiles, rank: int, outcome: str, message: str) -> None:
+    """Leave the outcome; rank 0's word stands, and of the others the first failure's."""
+    mode = "w" if rank == 0 and outcome != "failed" else "x"
+    try:
+        with open(files.outcome, mode, encoding="utf-8") as file:
+            json.dump({"outcome": outcome, "message": message, "rank": rank}, file)
+    except FileExistsError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

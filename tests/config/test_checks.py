@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.config import Config, ConfigError, check_config, find_problems, load_config, run_directory
+from megatron_stare.tasks import sums
+from megatron_stare.weights import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """4 heads, 2 key-value heads, 128 feed-forward columns, 2 layers, 1024 positions."""
+    path = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny", vocab_size=16)
+    sums.write_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def config(model, tmp_path, monkeypatch):
+    """A function from overrides to a config that has nothing wrong with it but them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12=", "answer": 12}\n')
+    text = f"""
+model: {{path: {model}}}
+task: {{source: rows.jsonl, chat_template: false, max_prompt_tokens: 16}}
+rollout: {{max_response_tokens: 48, context_length: 64}}
+batch: {{prompts_per_step: 4, responses_per_prompt: 4, max_tokens_per_microbatch: 64}}
+"""
+    (tmp_path / "c.yaml").write_text(text)
+
+    def load(*overrides: str) -> Config:
+        return load_config(tmp_path / "c.yaml", overrides)
+
+    return load
+
+
+def the_problem(config: Config, world_size: int = 1) -> str:
+    problems = find_problems(config, world_size)
+    assert len(problems) == 1, problems
+    assert "\n" not in problems[0]
+    return problems[0]
+
+
+def test_a_sound_config_has_no_problems(config):
+    check_config(config(), 1)
+    check_config(config("parallel.tp=2", "parallel.pp=2"), 4)
+    check_config(config("model.dtype=bfloat16", "report.wandb=true"), 2)
+
+
+def test_all_problems_are_raised_together(config):
+    wrong = config("model.path=nowhere", "task.source=no.jsonl", "parallel.cp=2")
+    with pytest.raises(ConfigError) as caught:
+        check_config(wrong, 2)
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (["parallel.cp=2"], 2, "parallel.cp=2: context parallelism comes with a later release"),
+        (["parallel.ep=2"], 2, "parallel.ep=2: expert parallelism comes with a later release"),
+        (["parallel.tp=4"], 4, "parallel.tp=4: does not divide the model's 2 key-value heads; allowed: 1, 2"),
+        (["parallel.pp=4"], 4, "parallel.pp=4: 4 stages do not divide the model's 2 layers; allowed: 1, 2"),
+        (["parallel.pp=2", "parallel.vpp=2"], 2, "parallel.pp=2 * parallel.vpp=2: 4 stages do not divide"),
+        (["parallel.tp=2"], 3, "parallel: 3 trainer ranks are not a multiple of tp=2 * pp=1 = 2"),
+        ([], 3, "batch.prompts_per_step * batch.responses_per_prompt / batch.updates_per_step = 16"),
+        (["batch.updates_per_step=4"], 8, "= 4: is not a multiple of the 8 data-parallel ranks"),
+        (["batch.max_tokens_per_microbatch=63"], 1, "batch.max_tokens_per_microbatch=63: the longest"),
+        (["rollout.context_length=2048"], 1, "context_length=2048: the model knows positions up to 1024"),
+        (["rollout.tp=3"], 1, "rollout.tp=3: does not divide the model's 4 attention heads"),
+        (["rollout.endpoints=[localhost:30000]"], 1, "rollout.endpoints=localhost:30000: must be a URL"),
+        (["model.path=nowhere"], 1, "model.path=nowhere: model directory nowhere does not exist"),
+        (["task.source=no.jsonl"], 1, "task.source=no.jsonl"),
+        (["task.source=no_such_module:rows"], 1, "no module named 'no_such_module'"),
+        (["task.source=reasoning_gym:chain_sun"], 1, "chain_sum"),
+        (["evaluation.source=no.jsonl"], 1, "evaluation.source=no.jsonl"),
+        (["task.reward=megatron_stare.tasks.sums:rewrad"], 1, "did you mean 'reward'?"),
+        (["task.reward=no_such_module:f"], 1, "task.reward=no_such_module:f"),
+    ],
+)
+def test_what_cannot_run_is_one_line_that_names_the_key(config, overrides, world_size, expected):
+    assert expected in the_problem(config(*overrides), world_size)
+
+
+def test_a_broken_line_of_the_dataset_is_named(config, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12=", "answer": 12}\n{"prompt": "13="\n')
+    assert "rows.jsonl:2" in the_problem(config())
+
+
+def test_functions_are_found_in_the_working_directory(config, tmp_path):
+    (tmp_path / "my_checked_rewards.py").write_text("def good(response, answer):\n    return 1.0\n")
+    check_config(config("task.reward=my_checked_rewards:good"), 1)
+
+
+def test_a_busy_port_is_told(config):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"rollout.port={port}: address already in use" in the_problem(config(f"rollout.port={port}"))
+        # servers of others are not started, so their port does not matter
+        others = config(f"rollout.port={port}", f"rollout.endpoints=[http://127.0.0.1:{port}]")
+        assert find_problems(others, 1) == []
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(config, tmp_path):
+    (tmp_path / "runs/run").mkdir(parents=True)
+    check_config(config(), 1)
+    (tmp_path / "runs/run/metrics.jsonl").touch()
+    assert "already holds a run: continue it with run.resume=auto" in the_problem(config())
+    check_config(config("run.resume=auto"), 1)
+    check_config(config("run.name=other"), 1)
+
+
+def test_a_run_directory_that_cannot_be_made_is_told(config, tmp_path):
+    (tmp_path / "file").touch()
+    assert "is a file, not a directory" in the_problem(config("run.dir=file/run"))
+    if os.geteuid() != 0:
+        (tmp_path / "locked").mkdir(mode=0o500)
+        assert "is not writeable" in the_problem(config("run.dir=locked/run"))
+
+
+def test_supervised_training_asks_for_no_servers_and_no_reward(config):
+    sft = ["objective=sft", "task.reward=no_such:module", "rollout.context_length=4096", "rollout.tp=3"]
+    check_config(config(*sft), 4)
+    assert "batch.prompts_per_step / batch.updates_per_step = 4" in the_problem(config(*sft), 3)
+
+
+def test_transformer_engine_needs_a_gpu(config):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert "needs a CUDA GPU" in the_problem(config("model.layers=transformer_engine"))
+
+
+def test_the_run_directory_follows_name_and_dir(config):
+    assert run_directory(config()) == Path("runs/run")
+    assert run_directory(config("run.dir=/x/y")) == Path("/x/y")

@@ -1,0 +1,148 @@
+"""What each rank of the Megatron tests does: load checkpoints into real models, export, compare."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+import megatron_stare.engine  # noqa: F401  prepares the device before Megatron is imported
+
+# isort: split
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from safetensors.torch import load_file
+
+from megatron_stare.engine.device import current
+from megatron_stare.engine.model import transformer_config
+from megatron_stare.engine.parallel import initialize
+from megatron_stare.weights import (
+    HFConfig,
+    global_parameters,
+    iter_hf_weights,
+    load_hf_weights,
+    read_hf_config,
+    save_hf,
+)
+
+PADDED_VOCAB = 512  # for a real one of 250: at TP 2 the second rank holds padding only
+
+
+def all_cases(checkpoints: dict[str, str], layouts: dict[str, dict], saved: str) -> dict[str, dict]:
+    """Every checkpoint in every layout; this rank's findings by "checkpoint/layout"."""
+    found = {}
+    for layout, sizes in layouts.items():
+        parallel = initialize(current(), **sizes, timeout_minutes=2)
+        for name, path in checkpoints.items():
+            found[f"{name}/{layout}"] = _case(path, parallel)
+        if layout == "tp2_pp2":
+            found["saved"] = {"wrote": _save(next(iter(checkpoints.values())), parallel, saved)}
+        mpu.destroy_model_parallel()
+    return found
+
+
+def _case(path: str, parallel) -> dict:
+    hf = read_hf_config(path)
+    dtype = getattr(torch, hf.raw["dtype"])
+    models = _build(hf, parallel, dtype)
+    load_hf_weights(models, path, hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    result = {"unfilled": sum(int(p.isnan().any()) for m in models for p in m.parameters())}
+    result |= _export(models, hf, path, parallel)
+    if dtype == torch.float32:
+        result["logits"] = _logits_difference(models, path, hf, parallel)
+    return result
+
+
+def _build(hf: HFConfig, parallel, dtype: torch.dtype) -> list[torch.nn.Module]:
+    """Chunks filled with NaN, so that a number which no one loads is seen; wrapped as in training."""
+    config = transformer_config(hf, parallel, current(), dtype=dtype)
+    spec = get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm")
+    models = []
+    for stage in range(parallel.vpp_size or 1):
+        where = {"vp_stage": stage if parallel.vpp_size else None, "ignore_virtual": not parallel.vpp_size}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=PADDED_VOCAB,
+            max_sequence_length=128,
+            pre_process=mpu.is_pipeline_first_stage(**where),
+            post_process=mpu.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=hf.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=hf.rope_theta,
+            vp_stage=where["vp_stage"],
+        )
+        if dtype == torch.bfloat16:
+            model = Float16Module(config, model)
+            model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        models.append(model)
+    return models
+
+
+def _export(models, hf: HFConfig, path: str, parallel) -> dict:
+    exported = iter_hf_weights(
+        models,
+        hf,
+        tp_group=parallel.tp_group,
+        pp_group=parallel.pp_group,
+        participate=parallel.dp_rank == 0,
+    )
+    items = list(exported)
+    result = {"names": [name for name, _ in items], "whole": sum(t is not None for _, t in items)}
+    if parallel.rank == 0:
+        stored = load_file(f"{path}/model.safetensors")
+        own = {p.data_ptr() for p in global_parameters(models).values()}
+        result["exact"] = dict(items).keys() == stored.keys() and all(
+            t.dtype == stored[name].dtype and torch.equal(t, stored[name]) for name, t in items
+        )
+        result["aliases"] = sum(t.data_ptr() in own for _, t in items)
+    return result
+
+
+def _save(path: str, parallel, directory: str) -> bool:
+    hf = read_hf_config(path)
+    models = _build(hf, parallel, torch.float32)
+    load_hf_weights(models, path, hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    tensors = iter_hf_weights(
+        models,
+        hf,
+        tp_group=parallel.tp_group,
+        pp_group=parallel.pp_group,
+        participate=parallel.dp_rank == 0,
+        dtype=torch.bfloat16,
+    )
+    return save_hf(directory, tensors, path, max_shard_bytes=100_000)
+
+
+@torch.no_grad()
+def _logits_difference(models, path: str, hf: HFConfig, parallel) -> float | None:
+    """Largest difference from transformers' logits; None on ranks that do not hold the last layer."""
+    reference = torch.load(f"{path}/reference.pt")
+    tokens = reference["tokens"]
+    batch, length = tokens.shape
+    positions = torch.arange(length).expand(batch, -1)
+    mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+    stages = dist.get_process_group_ranks(parallel.pp_group)
+    last = (len(models) - 1, parallel.pp_size - 1)
+    for chunk, stage in product(range(len(models)), range(parallel.pp_size)):
+        if stage != parallel.pp_rank:
+            continue
+        if (chunk, stage) != (0, 0):
+            hidden = torch.empty(length, batch, hf.hidden_size)
+            dist.recv(hidden, stages[stage - 1])
+            models[chunk].set_input_tensor(hidden)
+        out = models[chunk](tokens, positions, mask)
+        if (chunk, stage) != last:
+            dist.send(out.contiguous(), stages[(stage + 1) % len(stages)])
+    if parallel.pp_rank != last[1]:
+        return None
+    parts = [torch.empty_like(out) for _ in range(parallel.tp_size)]
+    dist.all_gather(parts, out.contiguous(), group=parallel.tp_group)
+    logits = torch.cat(parts, -1)[..., : hf.vocab_size]
+    return (logits - reference["logits"]).abs().max().item()
