@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMP := $(VENV)/.installed
 
 # Several processes share the cores; more threads each make everything slower.

@@ -115,8 +115,13 @@ def initialize(
     )
 
 
+def leave_model_parallel() -> None:
+    """Give up Megatron's groups, so that `initialize` can make others over the same processes."""
+    parallel_state.destroy_model_parallel()
+
+
 def shut_down() -> None:
     """Leave all process groups."""
-    parallel_state.destroy_model_parallel()
+    leave_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

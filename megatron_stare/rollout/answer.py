@@ -26,7 +26,7 @@ def responses_from(
 
     Raises:
         WeightVersionError: `weight_version` is given and any token was written by another.
-        RolloutError: not n responses, an aborted one, no or non-finite log-probs, an id outside the vocabulary.
+        RolloutError: not n responses, an aborted one, missing or non-finite log-probs, an unknown token id.
     """
     where = f"prompt {prompt_index}"
     items = answer if isinstance(answer, list) else [answer]
@@ -45,7 +45,8 @@ def _response(item: Any, where: str, vocab_size: int, weight_version: int | None
         raise RolloutError(f"{where}: not an answer of /generate: {str(item)[:300]}") from error
     kind = reason.get("type")
     if kind == "abort":
-        raise RolloutError(f"{where}: the server aborted a response ({reason.get('message') or 'no reason given'})")
+        message = reason.get("message") or "no reason given"
+        raise RolloutError(f"{where}: the server aborted a response ({message})")
     if kind not in ("stop", "length"):
         raise RolloutError(f"{where}: unknown finish reason {reason}")
     if not triples or len(triples) != count:
@@ -60,8 +61,8 @@ def _response(item: Any, where: str, vocab_size: int, weight_version: int | None
             )
         if not 0 <= token < vocab_size:
             raise RolloutError(
-                f"{where}: sampled token {token} is outside the vocabulary of {vocab_size}: the served model is "
-                "not the one in the config"
+                f"{where}: sampled token {token} is outside the vocabulary of {vocab_size}: "
+                "the served model is not the one in the config"
             )
     version = _version(meta, where, weight_version)
     return Response(token_ids, log_probs, kind, version)
@@ -72,8 +73,9 @@ def _version(meta: dict[str, Any], where: str, wanted: int | None) -> int:
     spans = [span.get("version") for span in meta.get("weight_versions") or []]
     found = [as_version(version) for version in [*spans, meta.get("weight_version")]]
     if wanted is not None and any(version != wanted for version in found):
+        writers = " then ".join(map(str, dict.fromkeys(spans or [meta.get("weight_version")])))
         raise WeightVersionError(
-            f"{where}: a response was written by weights {' then '.join(map(str, dict.fromkeys(spans or found)))}, "
+            f"{where}: a response was written by weights {writers}, "
             f"not by version {wanted}: a server missed an update, or was updated by another run; {_RESTART}"
         )
     return found[-1]

@@ -42,7 +42,12 @@ class RolloutClient:
     """
 
     def __init__(
-        self, endpoints: Endpoints, rollout: RolloutSection, vocab_size: int, *, stop_token_ids: Sequence[int] = ()
+        self,
+        endpoints: Endpoints,
+        rollout: RolloutSection,
+        vocab_size: int,
+        *,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         self._endpoints = endpoints
         self._rollout = rollout
@@ -123,14 +128,14 @@ class RolloutClient:
         outside = next((token for token in ids if not 0 <= token < self._vocab_size), None)
         if outside is not None:
             raise UserError(
-                f"prompt {prompt.index} has token id {outside}, outside the vocabulary of {self._vocab_size}: "
-                "tokenizer and model do not belong together"
+                f"prompt {prompt.index} has token id {outside}, outside the vocabulary of "
+                f"{self._vocab_size}: tokenizer and model do not belong together"
             )
         room = rollout.context_length - rollout.max_response_tokens
         if len(ids) > room:
             raise UserError(
-                f"prompt {prompt.index} has {len(ids)} tokens; rollout.context_length={rollout.context_length} "
-                f"- rollout.max_response_tokens={rollout.max_response_tokens} leaves room for {room}"
+                f"prompt {prompt.index} has {len(ids)} tokens; "
+                f"rollout.context_length={rollout.context_length} - rollout.max_response_tokens={rollout.max_response_tokens} leaves room for {room}"
             )
 
     async def _generate(
@@ -141,7 +146,7 @@ class RolloutClient:
         on_progress: Callable[[int, int], None] | None,
         temperature: float | None,
     ) -> list[Group]:
-        # Twice what the servers run at once: enough to keep them busy, and the rest is not yet theirs to lose.
+        # Twice what the servers run at once keeps them busy; the rest is not yet theirs to lose.
         running = self._rollout.max_running_requests * len(self._endpoints.servers)
         slots = asyncio.Semaphore(max(1, 2 * running // n))
         done = itertools.count(1)
@@ -150,7 +155,11 @@ class RolloutClient:
             async with slots:
                 answer = await self._ask(self._body(prompt, n, temperature))
             responses = responses_from(
-                answer, n, prompt_index=prompt.index, vocab_size=self._vocab_size, weight_version=weight_version
+                answer,
+                n,
+                prompt_index=prompt.index,
+                vocab_size=self._vocab_size,
+                weight_version=weight_version,
             )
             if on_progress is not None:
                 on_progress(next(done), len(prompts))
@@ -201,8 +210,8 @@ class RolloutClient:
                     return await response.json(content_type=None)
                 text = (await response.text())[:500]
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"no answer in {self._rollout.request_timeout:g} s" if isinstance(error, TimeoutError) else error
-            raise _Retryable(f"{url}: {reason}") from error
+            late = f"no answer in {self._rollout.request_timeout:g} s"
+            raise _Retryable(f"{url}: {late if isinstance(error, TimeoutError) else error}") from error
         if response.status >= 500 or response.status in (408, 429):
             raise _Retryable(f"{url}: {response.status} {text}")
         raise RolloutError(f"{url}: {response.status} {text}")

@@ -24,7 +24,8 @@ def require_free(host: str, port: int, key: str) -> None:
             pass
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        raise UserError(f"{key}={port}: port {port} on {host} {reason}; choose another or leave it out") from None
+        message = f"{key}={port}: port {port} on {host} {reason}; choose another or leave it out"
+        raise UserError(message) from None
 
 
 class PortLease:

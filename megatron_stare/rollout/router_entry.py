@@ -1,4 +1,4 @@
-"""`python -m megatron_stare.rollout.router_entry ARGS`: sglang-router, its API key taken from the environment."""
+"""`python -m megatron_stare.rollout.router_entry ARGS`: sglang-router, the API key by environment."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ class ServerFleet:
     thread that called start() ends, so call it from the main thread.
     """
 
-    def __init__(self, rollout: RolloutSection, model_path: str, dtype: str, run_dir: str | Path, seed: int) -> None:
+    def __init__(
+        self, rollout: RolloutSection, model_path: str, dtype: str, run_dir: str | Path, seed: int
+    ) -> None:
         self._rollout = rollout
         self._model_path = model_path
         self._dtype = dtype
@@ -105,7 +107,9 @@ class ServerFleet:
         """Everything that can be found wrong before a process is started. Returns device and first GPU."""
         rollout, model = self._rollout, Path(self._model_path)
         if not (model / "config.json").is_file():
-            raise UserError(f"model.path={self._model_path}: no config.json there; give a Hugging Face model directory")
+            raise UserError(
+                f"model.path={self._model_path}: no config.json there; give a Hugging Face model directory"
+            )
         if rollout.port is not None:
             require_free(rollout.host, rollout.port, "rollout.port")
         import torch  # late: `megatron_stare serve --help` need not wait for it
@@ -208,7 +212,8 @@ class ServerFleet:
             if status in (401, 403):
                 raise UserError(f"rollout.endpoints: {url} demands an API key; set {API_KEY_VARIABLE}")
             if status != 200:
-                raise UserError(f"rollout.endpoints: {url} is no SGLang server ({status} {str(answer)[:200]})")
+                quote = f"{status} {str(answer)[:200]}"
+                raise UserError(f"rollout.endpoints: {url} is no SGLang server ({quote})")
             say(f"{url} answers")
         return endpoints
 

@@ -10,8 +10,7 @@ paused first, old cache is dropped, the version is read back from every server.
 from __future__ import annotations
 
 import abc
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +27,7 @@ CONTROL_TIMEOUT = 120.0  # seconds for calls that move no weights; a pause waits
 
 
 class PublishError(RolloutError):
-    """Some server does not have the new weights. None of them may be sampled from until a publish succeeds."""
+    """Some server lacks the new weights. None may be sampled from until a publish succeeds."""
 
 
 class Publisher(abc.ABC):
@@ -37,7 +36,8 @@ class Publisher(abc.ABC):
     def __init__(self, rollout: RolloutSection, endpoints: Endpoints) -> None:
         self._rollout = rollout
         self._endpoints = endpoints
-        self._pool = ThreadPoolExecutor(max(1, len(endpoints.servers)), thread_name_prefix="publish")
+        # Two a server: an update that hangs must not keep its cleaning up from being sent.
+        self._pool = ThreadPoolExecutor(2 * len(endpoints.servers), thread_name_prefix="publish")
 
     def publish(self, named_tensors: NamedTensors, version: int) -> None:
         """Make every server serve these weights as `version`.
@@ -77,22 +77,18 @@ class Publisher(abc.ABC):
 
     def _verify(self, version: int) -> None:
         for url, info in self._each("/model_info", None).items():
-            if as_version(info.get("weight_version")) != version:
-                raise PublishError(f"{url} serves weights {info.get('weight_version')!r} after {version} were published")
+            served = info.get("weight_version")
+            if as_version(served) != version:
+                raise PublishError(f"{url} serves weights {served!r} after {version} were published")
 
     def _each(
-        self, path: str, body: dict[str, Any] | Callable[[int], dict[str, Any]] | None, *, timeout: float | None = None
+        self, path: str, body: dict[str, Any] | None, *, timeout: float = CONTROL_TIMEOUT
     ) -> dict[str, Any]:
-        """One call to every server at the same time; `body` may depend on the server's number.
-
-        Waits for all answers. Raises the first RolloutError.
-        """
-
-        def call(index: int, url: str) -> Any:
-            content = body(index) if callable(body) else body
-            return self._endpoints.require(url, path, content, timeout=timeout or CONTROL_TIMEOUT)
-
-        calls = {url: self._pool.submit(call, index, url) for index, url in enumerate(self._endpoints.servers)}
+        """One call to every server at the same time. Waits for all answers; raises the first RolloutError."""
+        calls = {
+            url: self._pool.submit(self._endpoints.require, url, path, body, timeout=timeout)
+            for url in self._endpoints.servers
+        }
         results, errors = {}, []
         for url, future in calls.items():
             try:
@@ -135,14 +131,8 @@ def make_publisher(
     if rollout.sync == "disk":
         from megatron_stare.rollout.sync_disk import DiskPublisher
 
-        return DiskPublisher(rollout, endpoints, Path(scratch_dir), None if model_path is None else Path(model_path))
+        source = None if model_path is None else Path(model_path)
+        return DiskPublisher(rollout, endpoints, Path(scratch_dir), source)
     from megatron_stare.rollout.sync_distributed import DistributedPublisher
 
     return DistributedPublisher(rollout, endpoints, device_backend)
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """For cleaning up after an error that is already on its way: another one would hide it."""
-    with contextlib.suppress(Exception):
-        yield

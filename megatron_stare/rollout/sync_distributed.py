@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_stare.config.schema import RolloutSection
 from megatron_stare.rollout.endpoints import Endpoints, RolloutError
-from megatron_stare.rollout.sync import CONTROL_TIMEOUT, Bucket, PublishError, Publisher, buckets, quietly
+from megatron_stare.rollout.sync import CONTROL_TIMEOUT, Bucket, Publisher, PublishError, buckets
 
 _POLL_SECONDS = 0.002
 
@@ -28,7 +31,9 @@ class DistributedPublisher(Publisher):
     were restarted in between find each other again.
     """
 
-    def __init__(self, rollout: RolloutSection, endpoints: Endpoints, backend: Literal["gloo", "nccl"]) -> None:
+    def __init__(
+        self, rollout: RolloutSection, endpoints: Endpoints, backend: Literal["gloo", "nccl"]
+    ) -> None:
         super().__init__(rollout, endpoints)
         self._backend = backend
         self._name = ""
@@ -36,8 +41,8 @@ class DistributedPublisher(Publisher):
         self._sessions = True  # whether the servers know begin_weight_update (SGLang 0.5.9 does not)
 
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        # Until the end of this call a server holds a mixture, and no response may pass for either version.
-        self._each("/update_weight_version", {"new_version": f"incomplete-{version}", "abort_all_requests": False})
+        # Until the end of this call a server holds a mixture, which must pass for neither version.
+        self._set_version(f"incomplete-{version}")
         try:
             if self._group is None:
                 self._connect()
@@ -55,22 +60,28 @@ class DistributedPublisher(Publisher):
         except BaseException:
             self._disconnect()
             raise
-        self._each("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._set_version(str(version))
+
+    def _set_version(self, version: str) -> None:
+        self._each("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _begin(self) -> None:
         for url in self._endpoints.servers:
+            path = "/begin_weight_update"
             try:
-                status, answer = self._endpoints.call(url, "/begin_weight_update", {}, timeout=CONTROL_TIMEOUT)
+                status, answer = self._endpoints.call(url, path, {}, timeout=CONTROL_TIMEOUT)
             except OSError as error:
-                raise RolloutError(f"{url}/begin_weight_update: no answer ({error})") from error
+                raise RolloutError(f"{url}{path}: no answer ({error})") from error
             if status == 404:
                 self._sessions = False
             elif status == 400 and "already open" in str(answer):  # left by a publish that failed
                 continue
             elif status != 200:
-                raise RolloutError(f"{url}/begin_weight_update: {status} {str(answer)[:500]}")
+                raise RolloutError(f"{url}{path}: {status} {str(answer)[:500]}")
 
-    def _broadcast(self, flat: torch.Tensor, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> _Sending:
+    def _broadcast(
+        self, flat: torch.Tensor, names: list[str], dtypes: list[str], shapes: list[list[int]]
+    ) -> _Sending:
         assert self._group is not None
         body = {
             "names": names,
@@ -121,31 +132,45 @@ class DistributedPublisher(Publisher):
 
         answers = {
             url: self._pool.submit(
-                self._endpoints.require, url, "/init_weights_update_group", body(index), timeout=limit.total_seconds()
+                self._endpoints.require,
+                url,
+                "/init_weights_update_group",
+                body(index),
+                timeout=limit.total_seconds(),
             )
             for index, url in enumerate(servers)
         }
-        # A server that refuses never joins, and making the group would wait for it; so joining has its own limit.
-        self._group, _ = c10d._new_process_group_helper(
-            world_size, 0, [], dist.Backend(self._backend), dist.PrefixStore(self._name, store),
-            group_name=self._name, timeout=limit,
+        # Making the group waits for all, and a server that refuses never joins: so it waits in a thread,
+        # which is left behind if a server refuses.
+        making = _in_thread(
+            lambda: c10d._new_process_group_helper(
+                world_size, 0, [], dist.Backend(self._backend), dist.PrefixStore(self._name, store),
+                group_name=self._name, timeout=limit,
+            )[0]
         )  # fmt: skip
-        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
-        for future in answers.values():
+        for future in concurrent.futures.as_completed([*answers.values(), making], limit.total_seconds()):
             future.result()
+        self._group = making.result()
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
     def _disconnect(self) -> None:
-        """Forget the group on both sides. What still hangs in it here ends when the servers let go."""
+        """Forget the group on both sides.
+
+        A broadcast that still hangs here fails once the servers have let go, so they are told first; and
+        because one of them may hang too, nothing here is waited for longer than some seconds.
+        """
         group, self._group = self._group, None
-        if not self._name:
-            return
         name, self._name = self._name, ""
-        for url in self._endpoints.servers:
-            with quietly():
-                self._endpoints.call(url, "/destroy_weights_update_group", {"group_name": name}, timeout=10.0)
+        if not name:
+            return
+        path, body = "/destroy_weights_update_group", {"group_name": name}
+        waiting = [
+            _in_thread(functools.partial(self._endpoints.call, url, path, body, timeout=10.0))
+            for url in self._endpoints.servers
+        ]
+        concurrent.futures.wait(waiting)
         if group is not None:
-            with quietly():
-                dist.destroy_process_group(group)
+            concurrent.futures.wait([_in_thread(lambda: dist.destroy_process_group(group))], timeout=10.0)
 
     def close(self) -> None:
         self._disconnect()
@@ -159,7 +184,9 @@ class _Sending:
     for ever. So neither the broadcast nor the answers are waited for alone.
     """
 
-    def __init__(self, flat: torch.Tensor, work: Any, answers: dict[str, Future[Any]], deadline: float) -> None:
+    def __init__(
+        self, flat: torch.Tensor, work: Any, answers: dict[str, Future[Any]], deadline: float
+    ) -> None:
         self._flat = flat  # kept until it is sent
         self._work = work
         self._answers = answers
@@ -177,7 +204,8 @@ class _Sending:
                     return
             if time.monotonic() > self._deadline:
                 waiting = ", ".join(open_answers) or "the broadcast"
-                raise PublishError(f"a weight update did not end in rollout.request_timeout: waited for {waiting}")
+                limit = "rollout.request_timeout"
+                raise PublishError(f"a weight update did not end within {limit}: waited for {waiting}")
             time.sleep(_POLL_SECONDS)
 
 
@@ -192,3 +220,17 @@ def _flatten(bucket: Bucket) -> tuple[torch.Tensor, list[str], list[str], list[l
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered]
     shapes = [list(tensor.shape) for _, tensor in ordered]
     return flat, names, dtypes, shapes
+
+
+def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Call it in a daemon thread, which may hang without keeping this process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -26,7 +26,7 @@ def build_session(config: Config, engine: Engine, files: RunFiles, stop: Callabl
         if config.objective == "rl":
             endpoints = Endpoints.from_env()
             client = RolloutClient(endpoints, config.rollout, vocab_size=engine.hf.vocab_size)
-            source = Sampler(config, tokenizer, client, stop)
+            source = Sampler(config, tokenizer, client, stop, files.logs / "rewards.log")
             publisher = make_publisher(
                 config.rollout,
                 endpoints,

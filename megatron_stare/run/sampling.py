@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout import RolloutClient
-from megatron_stare.tasks import PromptCursor, Scorer, open_source
+from megatron_stare.tasks import PromptCursor, Scorer, fill_texts, open_source
 from megatron_stare.tasks.sample import Group, Prompt
 
 
 class Sampler:
     """Fills a step's batch with scored groups, and measures the policy on held-out prompts."""
 
-    def __init__(self, config: Config, tokenizer, client: RolloutClient, should_stop: Callable[[], bool]):
+    def __init__(
+        self,
+        config: Config,
+        tokenizer,
+        client: RolloutClient,
+        should_stop: Callable[[], bool],
+        reward_log: Path,
+    ):
         self.config, self.tokenizer, self.client = config, tokenizer, client
         self.should_stop = should_stop
         source = open_source(config.task, tokenizer, config.run.seed)
         self.cursor = PromptCursor(source, config.run.seed, config.task.shuffle)
-        self.scorer = Scorer(config.task)
+        self.scorer = Scorer(config.task, reward_log)
 
     def collect(self, weight_version: int, status: Callable[[str], None]) -> tuple[list[Group], dict]:
         """A step's groups, each response scored, and what sampling cost.
@@ -31,7 +40,8 @@ class Sampler:
         wanted, algorithm = self.config.batch.prompts_per_step, self.config.algorithm
         kept: list[Group] = []
         uniform: list[Group] = []
-        errors = timeouts = rounds = 0
+        totals: Counter[str] = Counter()
+        rounds = 0
         while len(kept) < wanted and rounds < algorithm.max_sampling_rounds:
             rounds += 1
             groups, stats = self._sample_and_score(
@@ -40,13 +50,12 @@ class Sampler:
                 weight_version,
                 status,
             )
-            errors, timeouts = errors + stats.errors, timeouts + stats.timeouts
+            totals.update(stats.metrics())
             for group in groups:
                 drop = algorithm.dynamic_sampling and _is_uniform(group)
                 (uniform if drop else kept).append(group)
         metrics = {
-            "reward/errors": errors,
-            "reward/timeouts": timeouts,
+            **totals,
             "sampling/rounds": rounds,
             "sampling/uniform_groups": len(uniform) + sum(map(_is_uniform, kept)),
         }
@@ -57,8 +66,9 @@ class Sampler:
         evaluation, task = self.config.evaluation, self.config.task
         if evaluation.source:
             task = task.model_copy(update={"source": evaluation.source})
-        source = open_source(task, self.tokenizer, self.config.run.seed + 1)
-        prompts = [source[i] for i in range(min(evaluation.prompts, len(source)))]
+        held_out = self.config.run.seed + 1  # another seed makes other rows of a procedural task
+        source = open_source(task, self.tokenizer, held_out)
+        prompts = PromptCursor(source, held_out, shuffle=False).next(evaluation.prompts)
         groups, _ = self._sample_and_score(prompts, evaluation.samples, weight_version, status)
         right = [[r for r in group.responses if r.reward > 0] for group in groups]
         count = len(groups)
@@ -73,10 +83,7 @@ class Sampler:
         groups = self.client.generate(
             prompts, n, weight_version=weight_version, should_stop=self.should_stop
         )
-        responses = [response for group in groups for response in group.responses]
-        texts = self.tokenizer.batch_decode([r.token_ids for r in responses], skip_special_tokens=True)
-        for response, text in zip(responses, texts, strict=True):
-            response.text = text
+        fill_texts(self.tokenizer, groups)
         status("scoring")
         return groups, self.scorer.score(groups)
 

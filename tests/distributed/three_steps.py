@@ -11,7 +11,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.engine.batch import TrainSequence
 from megatron_stare.engine.device import current
 from megatron_stare.engine.engine import Engine
-from megatron_stare.engine.parallel import initialize
+from megatron_stare.engine.parallel import initialize, leave_model_parallel
 from megatron_stare.run import policy
 from megatron_stare.stare import ReweightRule
 
@@ -53,6 +53,15 @@ def make_engine(model: str, **changes) -> Engine:
     engine = Engine(config, current(), parallel)
     engine.config = config
     return engine
+
+
+def each_layout(model: str, out: str, layouts: dict[str, dict]) -> dict[str, dict]:
+    """`three_steps` for every layout in turn on the same ranks; parameters go to OUT/NAME.pt."""
+    records = {}
+    for name, changes in layouts.items():
+        records[name] = three_steps(model, f"{out}/{name}.pt", **changes)
+        leave_model_parallel()
+    return records
 
 
 def three_steps(model: str, out: str, stare: bool = True, **changes) -> dict:

@@ -1,0 +1,65 @@
+"""Every layout computes what one process computes: three updates of the clipped objective with STARE."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_stare.weights import write_tiny_checkpoint
+from tests.support.ranks import run_ranks
+
+TARGET = "tests.distributed.three_steps:each_layout"
+LAYOUTS = {
+    1: {"recompute": {"parallel.recompute": "full"}},
+    2: {
+        "tp2": {"parallel.tp": 2},
+        "tp2_sequence_parallel": {"parallel.tp": 2, "parallel.sequence_parallel": True},
+        "pp2": {"parallel.pp": 2},
+        "pp2_vpp2": {"parallel.pp": 2, "parallel.vpp": 2},
+        "dp2": {},
+        "dp2_overlap": {"parallel.overlap": True},
+        "dp2_distributed_optimizer": {"parallel.distributed_optimizer": True},
+    },
+    4: {
+        "tp2_pp2": {"parallel.tp": 2, "parallel.pp": 2},
+        "tp2_dp2_distributed_optimizer": {"parallel.tp": 2, "parallel.distributed_optimizer": True},
+    },
+}
+CASES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Records and parameters by layout; the ranks of each world size are started once."""
+    root = tmp_path_factory.mktemp("layouts")
+    model = root / "model"
+    write_tiny_checkpoint(model, layers=4, vocab_size=50)
+    found = {}
+    for world_size, layouts in LAYOUTS.items():
+        wanted = {"one": {}, **layouts} if world_size == 1 else layouts
+        arguments = {"model": str(model), "out": str(root), "layouts": wanted}
+        ranks = run_ranks(TARGET, world_size, arguments)
+        assert all(record == ranks[0] for record in ranks), "ranks disagree on a loss, norm or entropy"
+        for name in wanted:
+            found[name] = ranks[0][name], torch.load(root / f"{name}.pt")
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_layout_equals_one_process(results, ranks, name):
+    expected, parameters = results["one"]
+    record, tensors = results[name]
+    for quantity, values in expected.items():
+        assert record[quantity] == pytest.approx(values, rel=1e-5, abs=1e-7), quantity
+    assert tensors.keys() == parameters.keys()
+    for key, tensor in tensors.items():
+        change = (tensor - parameters[key]).norm() / parameters[key].norm()
+        assert change <= 1e-5, f"{key}: relative difference {change:.1e}"
+
+
+def test_three_updates_moved_the_parameters(results, tmp_path):
+    record, parameters = results["one"]
+    assert len(set(record["loss"])) == 3
+    assert all(norm > 0 for norm in record["grad_norm"])
+    weight = parameters["model.layers.0.mlp.up_proj.weight"]
+    assert weight.std() > 0
