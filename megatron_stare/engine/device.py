@@ -12,6 +12,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch.utils._device import _device_constructors
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def prepare() -> None:
 
 
 def _patch_torch() -> None:
+    # torch caches which functions make tensors by asking for them by name; filled after the wrapping it
+    # would hold the wrappers, and transformers would mistake every load for one on the meta device.
+    _device_constructors()
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.set_device = lambda _device: None

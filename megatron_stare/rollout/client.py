@@ -135,7 +135,8 @@ class RolloutClient:
         if len(ids) > room:
             raise UserError(
                 f"prompt {prompt.index} has {len(ids)} tokens; "
-                f"rollout.context_length={rollout.context_length} - rollout.max_response_tokens={rollout.max_response_tokens} leaves room for {room}"
+                f"rollout.context_length={rollout.context_length} - "
+                f"rollout.max_response_tokens={rollout.max_response_tokens} leaves room for {room}"
             )
 
     async def _generate(

@@ -44,7 +44,7 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
                 extend_seq_lens, encoder_lens,
                 scaling=scaling, enable_gqa=enable_gqa, causal=causal, **options,
             )  # fmt: skip
-        slots = req_to_token[req_pool_indices]
+        slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
         batched_attention.extend(
             query, output, k_cache, v_cache, slots, seq_lens, extend_prefix_lens,
             scaling=scaling, enable_gqa=enable_gqa,
@@ -71,7 +71,7 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
                 scaling=scaling, enable_gqa=enable_gqa, causal=causal, **options,
             )  # fmt: skip
-        slots = req_to_token[req_pool_indices]
+        slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
         batched_attention.decode(
             query, output, k_cache, v_cache, slots, seq_lens, scaling=scaling, enable_gqa=enable_gqa
         )

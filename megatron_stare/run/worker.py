@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_stare.config import load_config
 from megatron_stare.errors import Preempted, UserError
@@ -46,10 +48,19 @@ def main() -> int:
         outcome, message = "failed", f"{type(error).__name__}: {error}"
     if rank == 0 or outcome == "failed":
         _record(files, rank, outcome, message)
-    # Gloo's and the wandb threads may hold the interpreter; everything worth keeping is on disk.
+    leave(0 if outcome in ("done", "preempted") else 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: threads of gloo, and of ranks that failed, need not be waited for.
+
+    Megatron's checkpoint writer keeps a helper process, which only an ordinary exit would end.
+    """
+    for child in multiprocessing.active_children():
+        child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if outcome in ("done", "preempted") else 1)
+    os._exit(code)
 
 
 def run(files: RunFiles, rank: int) -> tuple[str, str]:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_stare.run.worker import leave
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -63,7 +65,7 @@ def main() -> None:
     module, function = sys.argv[1].split(":")
     result = getattr(importlib.import_module(module), function)(**json.loads(sys.argv[2]))
     print(json.dumps(result), flush=True)
-    os._exit(0)  # gloo's threads need not be waited for
+    leave(0)
 
 
 if __name__ == "__main__":
