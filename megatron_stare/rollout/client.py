@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import hashlib
 import itertools
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +34,7 @@ class RolloutClient:
     """Samples responses to prompts.
 
     Args:
-        endpoints: the servers; the router, if there is one, gets all samples.
+        endpoints: the servers; the router, if there is one, gets all samples but seeded ones.
         rollout: temperature, lengths, retries, time limit.
         vocab_size: token ids the model knows. One beyond ends a server, so it is never sent.
         stop_token_ids: ids that end a response, besides those in the model's own config.
@@ -54,6 +56,7 @@ class RolloutClient:
         self._vocab_size = vocab_size
         self._stop_token_ids = list(stop_token_ids)
         self._urls = itertools.cycle(endpoints.sampling)
+        self._servers = itertools.cycle(endpoints.servers)
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
@@ -68,6 +71,7 @@ class RolloutClient:
         should_stop: Callable[[], bool] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         temperature: float | None = None,
+        seed: int | None = None,
     ) -> list[Group]:
         """`n` responses to each prompt, groups in the order of `prompts`.
 
@@ -76,6 +80,8 @@ class RolloutClient:
             should_stop: asked several times a second; once true, what is in flight is aborted.
             on_progress: called with (groups done, groups asked for), from another thread.
             temperature: instead of `rollout.temperature`, for evaluation. 0 is greedy.
+            seed: makes responses reproducible where the servers run with enable_deterministic_inference, and
+                is ignored by others. Give each step another one.
 
         Raises:
             UserError: a prompt is empty, too long, or has an id outside the vocabulary. Nothing was sent.
@@ -88,7 +94,10 @@ class RolloutClient:
             raise ValueError(f"n={n} responses a prompt: at least 1")
         for prompt in prompts:
             self._check(prompt)
-        work = self._generate(prompts, n, weight_version, on_progress, temperature)
+        if seed is None and self._rollout.server_args.get("enable_deterministic_inference"):
+            seed = secrets.randbits(62)  # without one such a server gives all n responses the same noise
+        bodies = [self._body(prompt, n, temperature, seed) for prompt in prompts]
+        work = self._generate(prompts, bodies, n, weight_version, on_progress)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while not concurrent.futures.wait([future], timeout=_POLL_SECONDS).done:
@@ -142,19 +151,19 @@ class RolloutClient:
     async def _generate(
         self,
         prompts: Sequence[Prompt],
+        bodies: Sequence[dict[str, Any]],
         n: int,
         weight_version: int | None,
         on_progress: Callable[[int, int], None] | None,
-        temperature: float | None,
     ) -> list[Group]:
         # Twice what the servers run at once keeps them busy; the rest is not yet theirs to lose.
         running = self._rollout.max_running_requests * len(self._endpoints.servers)
         slots = asyncio.Semaphore(max(1, 2 * running // n))
         done = itertools.count(1)
 
-        async def one(prompt: Prompt) -> Group:
+        async def one(prompt: Prompt, body: dict[str, Any]) -> Group:
             async with slots:
-                answer = await self._ask(self._body(prompt, n, temperature))
+                answer = await self._ask(body)
             responses = responses_from(
                 answer,
                 n,
@@ -168,24 +177,26 @@ class RolloutClient:
 
         try:
             async with asyncio.TaskGroup() as tasks:  # the first error cancels the others
-                groups = [tasks.create_task(one(prompt)) for prompt in prompts]
+                groups = [tasks.create_task(one(*pair)) for pair in zip(prompts, bodies, strict=True)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [group.result() for group in groups]
 
-    def _body(self, prompt: Prompt, n: int, temperature: float | None) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, n: int, temperature: float | None, seed: int | None) -> dict[str, Any]:
         sampling: dict[str, Any] = {
             "temperature": self._rollout.temperature if temperature is None else temperature,
             "max_new_tokens": self._rollout.max_response_tokens,
         }
         if self._stop_token_ids:
             sampling["stop_token_ids"] = self._stop_token_ids
-        ids: list[Any] = prompt.token_ids
-        if len(ids) >= SHARED_PROMPT_TOKENS:
+        body: dict[str, Any] = {"return_logprob": True, "sampling_params": sampling}
+        if seed is None and len(prompt.token_ids) >= SHARED_PROMPT_TOKENS:
             sampling["n"] = n
-        else:
-            ids = [ids] * n
-        return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+            return body | {"input_ids": prompt.token_ids}
+        if seed is not None:
+            seeds = [_response_seed(seed, prompt.index, number) for number in range(n)]
+            body["sampling_params"] = [sampling | {"sampling_seed": own} for own in seeds]
+        return body | {"input_ids": [prompt.token_ids] * n}
 
     async def _ask(self, body: dict[str, Any]) -> Any:
         """One request, tried again elsewhere (the next server, or the router's choice) when it may help."""
@@ -204,7 +215,9 @@ class RolloutClient:
             ) from error
 
     async def _post(self, body: dict[str, Any]) -> Any:
-        url = next(self._urls) + "/generate"
+        # sglang-router 0.3.2 refuses a request whose responses have parameters of their own.
+        urls = self._servers if isinstance(body["sampling_params"], list) else self._urls
+        url = next(urls) + "/generate"
         try:
             async with self._connection().post(url, json=body) as response:
                 if response.status == 200:
@@ -229,3 +242,9 @@ class RolloutClient:
     async def _close_session(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _response_seed(seed: int, prompt: int, number: int) -> int:
+    """62 bits that differ for every response and are the same wherever and whenever it is asked for."""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2

@@ -9,6 +9,8 @@ from megatron_stare.weights import write_tiny_checkpoint
 from tests.support.ranks import run_ranks
 
 TARGET = "tests.distributed.three_steps:each_layout"
+CLOSED = {"stare.gate": "target", "stare.target_entropy": 1e-6}
+OFF = {"stare.enabled": False}
 LAYOUTS = {
     1: {"recompute": {"parallel.recompute": "full"}},
     2: {
@@ -36,7 +38,8 @@ def results(tmp_path_factory):
     write_tiny_checkpoint(model, layers=4, vocab_size=50)
     found = {}
     for world_size, layouts in LAYOUTS.items():
-        wanted = {"one": {}, **layouts} if world_size == 1 else layouts
+        extra = {1: {"one": {}}, 2: {"gate_closed": CLOSED, "stare_off": OFF}}
+        wanted = extra.get(world_size, {}) | layouts
         arguments = {"model": str(model), "out": str(root), "layouts": wanted}
         ranks = run_ranks(TARGET, world_size, arguments)
         assert all(record == ranks[0] for record in ranks), "ranks disagree on a loss, norm or entropy"
@@ -57,9 +60,16 @@ def test_layout_equals_one_process(results, ranks, name):
         assert change <= 1e-5, f"{key}: relative difference {change:.1e}"
 
 
-def test_three_updates_moved_the_parameters(results, tmp_path):
+def test_three_updates_moved_the_parameters(results):
     record, parameters = results["one"]
     assert len(set(record["loss"])) == 3
     assert all(norm > 0 for norm in record["grad_norm"])
     weight = parameters["model.layers.0.mlp.up_proj.weight"]
     assert weight.std() > 0
+
+
+def test_closed_gate_is_bit_identical_to_stare_disabled(results):
+    (closed, closed_tensors), (off, off_tensors) = results["gate_closed"], results["stare_off"]
+    assert closed == off
+    assert all(torch.equal(tensor, off_tensors[key]) for key, tensor in closed_tensors.items())
+    assert closed != results["dp2"][0], "an open gate must matter in this batch"

@@ -13,7 +13,6 @@ from megatron_stare.engine.device import current
 from megatron_stare.engine.engine import Engine
 from megatron_stare.engine.parallel import initialize, leave_model_parallel
 from megatron_stare.run import policy
-from megatron_stare.stare import ReweightRule
 
 
 def fixed_sequences(count: int, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
@@ -64,12 +63,21 @@ def each_layout(model: str, out: str, layouts: dict[str, dict]) -> dict[str, dic
     return records
 
 
-def three_steps(model: str, out: str, stare: bool = True, **changes) -> dict:
+STARE = {
+    "stare.rule": "c2",
+    "stare.gate": "off",
+    "stare.W": 1.5,
+    "stare.M": 0.5,
+    "stare.top_fraction": 0.2,
+}
+
+
+def three_steps(model: str, out: str, **changes) -> dict:
     """Losses, gradient norms and mean entropy of three updates; rank 0 stores the parameters in `out`."""
-    engine = make_engine(model, **changes)
+    engine = make_engine(model, **STARE | changes)
     config, parallel = engine.config, engine.parallel
     record: dict = {"loss": [], "grad_norm": [], "entropy": []}
-    rule = ReweightRule.c2(W=1.5, M=0.5, top_fraction=0.2) if stare else None
+    gate = policy.make_gate(config)
     for i in range(3):
         sequences = fixed_sequences(24, engine.hf.vocab_size, seed=i)
         share = policy.share_out(
@@ -81,6 +89,7 @@ def three_steps(model: str, out: str, stare: bool = True, **changes) -> dict:
         )[parallel.dp_rank]
         microbatches = engine.pack(share.updates[0])
         signals = engine.measure(microbatches)
+        rule = gate.update(signals.mean_entropy).rule if gate else None
         weights = policy.stare_weights(microbatches, signals, rule, parallel.dp_group)
         loss = policy.rl_loss(config, microbatches, signals.log_probs, weights)
         stats = engine.learn(microbatches, loss, normalizer=share.normalizers[0], lr=1e-3)

@@ -180,6 +180,21 @@ def test_should_stop_aborts_what_is_in_flight(sglang_fleet):
         assert time.monotonic() - start < 10
 
 
+def test_further_stop_tokens_reach_the_servers(sglang_fleet):
+    digits = list(range(10))
+    with RolloutClient(
+        sglang_fleet.endpoints, sglang_fleet.rollout, VOCABULARY, stop_token_ids=digits
+    ) as client:
+        responses = [r for group in client.generate(PROMPTS, n=16) for r in group.responses]
+    assert all(digits[0] <= r.token_ids[-1] <= digits[-1] for r in responses if r.finish_reason == "stop")
+    assert all(token > 9 for r in responses for token in r.token_ids[:-1])
+
+
+def test_seeds_are_understood_by_servers_that_ignore_them(client):
+    groups = client.generate(PROMPTS, n=4, seed=3)
+    assert [len(group.responses) for group in groups] == [4] * len(PROMPTS)
+
+
 def test_progress_counts_groups(client):
     seen: list[tuple[int, int]] = []
     client.generate(PROMPTS, n=2, on_progress=lambda done, total: seen.append((done, total)))
