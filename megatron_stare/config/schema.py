@@ -58,7 +58,7 @@ class ParallelSection(Section):
     ep: int = Field(1, ge=1)
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
-    overlap: bool = Field(False, description="overlap gradient reduction and parameter gathering")
+    overlap: bool = Field(False, description="overlap gradient reduction with the backward pass")
     recompute: Literal["none", "full", "selective"] = "none"
     timeout_minutes: float = Field(60.0, gt=0, description="limit of one collective")
 
@@ -110,7 +110,7 @@ class OptimizerSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The policy objective (DESIGN 2.5)."""
+    """The policy objective: advantages, clipped loss, normalization."""
 
     advantage: Literal["grpo"] = "grpo"
     loss: Literal["ppo_clip"] = "ppo_clip"
@@ -141,6 +141,12 @@ class StareSection(Section):
     kp: float = Field(4.0, ge=0)
     ki: float = Field(0.5, ge=0)
     smoothing: float = Field(0.7, ge=0, lt=1, description="weight of the old value in smoothed entropy")
+
+    @property
+    def target(self) -> float | None:
+        """The entropy that gate or schedule steer towards; None where neither does."""
+        steers = self.enabled and (self.gate == "target" or self.schedule != "fixed")
+        return self.target_entropy if steers else None
 
     @model_validator(mode="after")
     def _compatible(self) -> StareSection:
@@ -296,7 +302,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _compatible(self) -> Config:
         if not self.task.source:
-            raise ValueError("task.source is missing: name a file, reasoning_gym:NAME or package.module:function")
+            raise ValueError(
+                "task.source is missing: name a file, reasoning_gym:NAME or package.module:function"
+            )
         batch = self.batch
         if self.objective == "rl":
             if batch.responses_per_prompt < 2:

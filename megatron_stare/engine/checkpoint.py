@@ -54,15 +54,19 @@ def save(
     return target
 
 
-def load(path: Path, models, optimizer) -> dict[str, Any]:
-    """Load weights and optimizer in place; collective over all ranks. Returns the run state."""
+def read_run_state(path: Path) -> dict[str, Any]:
+    """The run state of a checkpoint."""
+    return json.loads((path / "run_state.json").read_text(encoding="utf-8"))
+
+
+def load(path: Path, models, optimizer) -> None:
+    """Load weights and optimizer in place; collective over all ranks."""
     _make_optimizer_state(optimizer)
     state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(path))
     for key, model in _named(models):
         model.load_state_dict(state[key], strict=True)
     optimizer.load_state_dict(state["optimizer"])
     _separate_steps(optimizer)
-    return json.loads((path / "run_state.json").read_text(encoding="utf-8"))
 
 
 def _named(models):

@@ -72,7 +72,7 @@ class Engine:
             floor=optimizer.min_lr,
             schedule=optimizer.schedule,
             warmup=optimizer.warmup_steps,
-            total=config.run.steps,
+            total=config.run.steps * config.batch.updates_per_step,
         )
 
     def pack(self, microbatches: list[list[TrainSequence]]) -> list[Microbatch]:
@@ -92,7 +92,7 @@ class Engine:
     def learn(
         self, microbatches: list[Microbatch], loss: step.LossFunction, *, normalizer: float, lr: float
     ) -> step.UpdateStats:
-        """One optimizer update; `normalizer` is the global batch's N (DESIGN 2.5)."""
+        """One optimizer update; `normalizer` is the global batch's N of the chosen normalization."""
         return step.learn(
             self.models, self.optimizer, microbatches, loss, self.parallel, normalizer=normalizer, lr=lr
         )
@@ -117,6 +117,6 @@ class Engine:
             directory, steps, self.models, self.optimizer, run_state, keep_last=keep_last
         )
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Load a checkpoint in place and return its run state."""
-        return checkpoint.load(path, self.models, self.optimizer)
+    def load(self, path: Path) -> None:
+        """Load a checkpoint's weights and optimizer in place."""
+        checkpoint.load(path, self.models, self.optimizer)

@@ -105,7 +105,7 @@ class Reporter:
 
     def _plot(self) -> None:
         stare = self._config.stare
-        target = stare.target_entropy if stare.enabled and stare.gate == "target" else None
+        target = stare.target
         try:
             plot_entropy(
                 self._file.rows,

@@ -48,7 +48,7 @@ def summarise(rows: Sequence[Row], config: Config, outcome: str, run_dir: str | 
     """The summary of all steps recorded, also of those before a resume."""
     total = config.run.steps
     facts = [("steps", f"{rows[-1]['step'] + 1 if rows else 0} of {total}")]
-    if config.stare.enabled and config.objective == "rl" and config.stare.gate == "target":
+    if config.objective == "rl" and config.stare.target is not None:
         facts.append(("target entropy", f"{config.stare.target_entropy:g}"))
     if gate := values(rows, "stare/open"):
         facts.append(("STARE's gate open", f"{sum(gate) / len(gate):.0%} of the steps"))

@@ -55,8 +55,7 @@ class RolloutClient:
         self._rollout = rollout
         self._vocab_size = vocab_size
         self._stop_token_ids = list(stop_token_ids)
-        self._urls = itertools.cycle(endpoints.sampling)
-        self._servers = itertools.cycle(endpoints.servers)
+        self._turns = itertools.cycle(range(len(endpoints.servers)))
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
@@ -199,7 +198,17 @@ class RolloutClient:
         return body | {"input_ids": [prompt.token_ids] * n}
 
     async def _ask(self, body: dict[str, Any]) -> Any:
-        """One request, tried again elsewhere (the next server, or the router's choice) when it may help."""
+        """One request; what may go better elsewhere is tried again, at one server after the other."""
+        start = next(self._turns)
+        urls = itertools.cycle(self._endpoints.servers[start:] + self._endpoints.servers[:start])
+        # sglang-router 0.3.2 refuses a request whose responses have parameters of their own.
+        seeded = isinstance(body["sampling_params"], list)
+        if self._endpoints.router and not seeded:
+            urls = itertools.chain([self._endpoints.router], urls)
+
+        async def attempt() -> Any:
+            return await self._post(next(urls), body)
+
         attempts = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self._rollout.retries + 1),
             wait=tenacity.wait_exponential_jitter(initial=0.5, max=10.0),
@@ -207,17 +216,15 @@ class RolloutClient:
             reraise=True,
         )
         try:
-            return await attempts(self._post, body)
+            return await attempts(attempt)
         except _Retryable as error:
             raise RolloutError(
-                f"no server answered after {self._rollout.retries + 1} attempts: {error}; "
+                f"no server answered in {self._rollout.retries + 1} attempts, the last at {error}; "
                 "the logs of the servers and the router are in the run's logs directory"
             ) from error
 
-    async def _post(self, body: dict[str, Any]) -> Any:
-        # sglang-router 0.3.2 refuses a request whose responses have parameters of their own.
-        urls = self._servers if isinstance(body["sampling_params"], list) else self._urls
-        url = next(urls) + "/generate"
+    async def _post(self, server: str, body: dict[str, Any]) -> Any:
+        url = server + "/generate"
         try:
             async with self._connection().post(url, json=body) as response:
                 if response.status == 200:

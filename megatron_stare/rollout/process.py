@@ -19,7 +19,7 @@ LOG_LINES = 15
 
 
 class Child:
-    """One `python -m MODULE ARGS` that writes to a log file, or to this process's output without one.
+    """One `python -m MODULE ARGS` that writes to a log file; with `show`, only its standard error goes there.
 
     It leads its own session, so that Ctrl-C in the terminal reaches only this process, which then
     ends the others in order. It asks the kernel to be killed when the *thread* that started it ends
@@ -27,18 +27,23 @@ class Child:
     """
 
     def __init__(
-        self, name: str, module: str, arguments: list[str], environment: Mapping[str, str], log: Path | None
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        log: Path,
+        show: bool = False,
     ) -> None:
         self.name = name
         self.log = log
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.nullcontext() if log is None else log.open("ab") as output:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if log is None else subprocess.STDOUT,
+                stdout=None if show else output,
+                stderr=output,
                 start_new_session=True,
                 env={**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             )
@@ -57,8 +62,6 @@ class Child:
 
     def log_tail(self) -> str:
         """The log's last lines, each indented."""
-        if self.log is None:
-            return ""
         try:
             lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         except OSError as error:

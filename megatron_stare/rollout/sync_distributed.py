@@ -43,11 +43,11 @@ class DistributedPublisher(Publisher):
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         # Until the end of this call a server holds a mixture, which must pass for neither version.
         self._set_version(f"incomplete-{version}")
+        sending: _Sending | None = None
         try:
             if self._group is None:
                 self._connect()
             self._begin()
-            sending: _Sending | None = None
             for bucket in buckets(named_tensors, self._rollout.bucket_mb << 20):
                 flat = _flatten(bucket)  # while the one before is on its way
                 if sending is not None:
@@ -58,6 +58,8 @@ class DistributedPublisher(Publisher):
             if self._sessions:
                 self._each("/end_weight_update", {}, timeout=self._rollout.request_timeout)
         except BaseException:
+            if sending is not None:
+                sending.abandon()
             self._disconnect()
             raise
         self._set_version(str(version))
@@ -148,29 +150,32 @@ class DistributedPublisher(Publisher):
                 group_name=self._name, timeout=limit,
             )[0]
         )  # fmt: skip
-        for future in concurrent.futures.as_completed([*answers.values(), making], limit.total_seconds()):
-            future.result()
+        try:
+            for future in concurrent.futures.as_completed([*answers.values(), making], limit.total_seconds()):
+                future.result()
+        except BaseException:
+            making.add_done_callback(lambda made: made.exception() or _close_group([made.result()]))
+            raise
         self._group = making.result()
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
     def _disconnect(self) -> None:
         """Forget the group on both sides.
 
-        A broadcast that still hangs here fails once the servers have let go, so they are told first; and
-        because one of them may hang too, nothing here is waited for longer than some seconds.
+        A broadcast that hangs here fails when the servers let go, and one that hangs in a server when this
+        side's connections close. So both are told, and neither is waited for longer than some seconds.
         """
-        group, self._group = self._group, None
+        holder, self._group = [self._group], None
         name, self._name = self._name, ""
         if not name:
             return
         path, body = "/destroy_weights_update_group", {"group_name": name}
-        waiting = [
+        telling = [
             _in_thread(functools.partial(self._endpoints.call, url, path, body, timeout=10.0))
             for url in self._endpoints.servers
         ]
-        concurrent.futures.wait(waiting)
-        if group is not None:
-            concurrent.futures.wait([_in_thread(lambda: dist.destroy_process_group(group))], timeout=10.0)
+        concurrent.futures.wait(telling, timeout=1.0)
+        concurrent.futures.wait([*telling, _in_thread(lambda: _close_group(holder))], timeout=10.0)
 
     def close(self) -> None:
         self._disconnect()
@@ -187,10 +192,14 @@ class _Sending:
     def __init__(
         self, flat: torch.Tensor, work: Any, answers: dict[str, Future[Any]], deadline: float
     ) -> None:
-        self._flat = flat  # kept until it is sent
+        self._flat: torch.Tensor | None = flat  # kept until it is sent
         self._work = work
         self._answers = answers
         self._deadline = deadline
+
+    def abandon(self) -> None:
+        """Let go of the broadcast, which holds the group's connections open."""
+        self._work = self._flat = None
 
     def wait(self) -> None:
         """Return when every server has loaded the bucket. Raises PublishError or RolloutError."""
@@ -199,7 +208,7 @@ class _Sending:
             for url in self._answers.keys() - open_answers:
                 self._answers[url].result()
             if self._work.is_completed():
-                self._work.wait()  # raises what went wrong
+                self._raise_failure()
                 if not open_answers:
                     return
             if time.monotonic() > self._deadline:
@@ -207,6 +216,18 @@ class _Sending:
                 limit = "rollout.request_timeout"
                 raise PublishError(f"a weight update did not end within {limit}: waited for {waiting}")
             time.sleep(_POLL_SECONDS)
+
+    def _raise_failure(self) -> None:
+        """Raise what went wrong with the broadcast: a server's own words, where it has any."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            done, _ = concurrent.futures.wait(self._answers.values(), timeout=1.0)
+            for answer in done:
+                answer.result()
+            raise PublishError(
+                f"the broadcast of weights broke off, so a server has died or was cut off: {error}"
+            ) from error
 
 
 def _flatten(bucket: Bucket) -> tuple[torch.Tensor, list[str], list[str], list[list[int]]]:
@@ -220,6 +241,18 @@ def _flatten(bucket: Bucket) -> tuple[torch.Tensor, list[str], list[str], list[l
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered]
     shapes = [list(tensor.shape) for _, tensor in ordered]
     return flat, names, dtypes, shapes
+
+
+def _close_group(holder: list[dist.ProcessGroup | None]) -> None:
+    """Close the connections of the group in `holder`.
+
+    Gloo closes them only when nothing refers to the group any more; abort() and destroy_process_group() do
+    not suffice. So the last reference must be the holder's, and is dropped here.
+    """
+    group = holder.pop()
+    if group is not None:
+        group.abort()  # for NCCL; without effect on gloo
+        dist.destroy_process_group(group)
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_stare.config.schema import Config
-from megatron_stare.engine import checkpoint
 from megatron_stare.engine.engine import Engine
 from megatron_stare.report import Reporter
 from megatron_stare.rollout import Endpoints, RolloutClient, make_publisher
 from megatron_stare.run.files import RunFiles
+from megatron_stare.run.resume import restore
 from megatron_stare.run.sampling import Sampler
 from megatron_stare.run.session import Session
 from megatron_stare.run.supervised import RowFeed
@@ -18,8 +18,7 @@ from megatron_stare.tasks import load_tokenizer
 
 def build_session(config: Config, engine: Engine, files: RunFiles, stop: Callable[[], bool]) -> Session:
     """The session of this rank; collective where a checkpoint is loaded."""
-    found = checkpoint.find_latest(files.checkpoints) if config.run.resume == "auto" else None
-    state = engine.load(found[1]) if found else {"steps": 0, "gate": None, "source": None}
+    state = restore(config, engine, files)
     source = publisher = reporter = None
     if engine.parallel.rank == 0:
         tokenizer = load_tokenizer(config.model.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -70,13 +71,9 @@ def compare(metrics: dict[str, list[dict]], target: float) -> dict[str, dict[str
             "entropy_over_target": entropy / target,
             "reward": sum(step["reward/mean"] for step in last) / len(last),
             "distinct_right": steps[-1]["eval/distinct_right"],
-            "seconds_a_step": sum(_seconds(step) for step in steps) / len(steps),
+            "seconds_a_step": statistics.median(step["time/step"] for step in steps),
         }
     return rows
-
-
-def _seconds(step: dict) -> float:
-    return sum(value or 0.0 for name, value in step.items() if name.startswith("time/"))
 
 
 def _write_model(model: Path, seed: int) -> None:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
 
 
 def trainer_ranks(config: Config) -> int:
-    """`parallel.world_size`, or the node's GPUs, or one copy of the model where there is none."""
+    """`parallel.world_size`; else the GPUs that servers leave; one copy of the model where there is none.
+
+    Raises UserError when the servers leave no GPU.
+    """
     if config.parallel.world_size is not None:
         return config.parallel.world_size
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else config.parallel.model_size
+    if not torch.cuda.is_available():
+        return config.parallel.model_size
+    rollout = config.rollout
+    starts_servers = config.objective == "rl" and not rollout.endpoints
+    served = rollout.servers * rollout.tp if starts_servers else 0
+    gpus = torch.cuda.device_count()
+    if served >= gpus:
+        raise UserError(
+            f"rollout.servers={rollout.servers} x rollout.tp={rollout.tp} leave no GPU of {gpus} for the trainer; "
+            "lower them, or set parallel.world_size to share GPUs"
+        )
+    return gpus - served

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_stare.report import Reporter
 from megatron_stare.run import policy
 from megatron_stare.run.files import RunFiles
 from megatron_stare.run.metrics import group_metrics, merge_updates
+from megatron_stare.run.resume import fixed_values
 from megatron_stare.run.sampling import Sampler
 from megatron_stare.run.supervised import RowFeed
 from megatron_stare.stare import GateDecision
@@ -93,7 +95,7 @@ class Session:
 
     def sample(self, step: int) -> list[Group] | None:
         """The step's scored groups, on rank 0. None elsewhere, or when the run is asked to stop."""
-        if self.source is None:
+        if self.source is None or self.source.should_stop():
             return None
         try:
             with self._timed("sample"):
@@ -148,7 +150,9 @@ class Session:
         if decision:
             metrics |= decision.metrics()
         if due:
-            metrics |= self.source.evaluate(self._version, self._status)
+            # Asked to stop meanwhile: all ranks learn of it together, at the next step's start.
+            with contextlib.suppress(Preempted), self._timed("evaluate"):
+                metrics |= self.source.evaluate(self._version, self._status)
         self._report(step, metrics, signals.tokens)
 
     # --- supervised training --------------------------------------------------------------------------
@@ -188,8 +192,10 @@ class Session:
         self._saved_at = self.steps_done
 
     def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face checkpoint; collective."""
+        """Write the policy as a Hugging Face checkpoint, in place of an earlier one; collective."""
         self._status("exporting")
+        if self.parallel.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
         save_hf(directory, self.engine.hf_weights(), self.config.model.path)
 
     def close(self, outcome: str) -> None:
@@ -204,6 +210,7 @@ class Session:
         """What the next step depends on beside weights and optimizer, taken between two steps."""
         return {
             "steps": self.steps_done,
+            "fixed": fixed_values(self.config),
             "gate": self.gate.state_dict() if self.gate else None,
             "source": self.source.state_dict() if self.source else None,
         }

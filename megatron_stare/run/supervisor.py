@@ -9,13 +9,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron_stare.config import Config, check_config, dump_config
-from megatron_stare.run.ranks import trainer_ranks
 from megatron_stare.rollout import Endpoints, RolloutError, ServerFleet
 from megatron_stare.rollout.process import Child, end
 from megatron_stare.run.files import RunFiles
+from megatron_stare.run.ranks import trainer_ranks
 
 DONE, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75
 _EXIT_CODES = {"done": DONE, "preempted": PREEMPTED, "refused": BAD_USAGE, "failed": FAILED}
@@ -131,7 +130,8 @@ def _start_ranks(config: Config, files: RunFiles, world_size: int, endpoints: En
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")])),
         **(endpoints.to_env() if endpoints else {}),
     }
-    return Child("trainer", "megatron_stare.run.torchrun", arguments, environment, None)
+    log = files.logs / "torchrun.log"
+    return Child("trainer", "megatron_stare.run.torchrun", arguments, environment, log, show=True)
 
 
 def _wait(config: Config, files: RunFiles, ranks: Child, fleet: ServerFleet, stop: StopRequest) -> int:
@@ -160,7 +160,8 @@ def _report_outcome(files: RunFiles, ranks: Child) -> int:
         for line in message.splitlines():
             print(f"error: {line}", file=sys.stderr)
     elif outcome == "failed":
-        log = files.logs / f"trainer-{record['rank']}.log"
+        named = files.logs / f"trainer-{record['rank']}.log"
+        log = named if named.exists() else ranks.log
         print(f"error: {message}\nerror: the whole story is in {log}", file=sys.stderr)
     elif outcome == "preempted":
         _say(f"stopped after {message} and saved; continue with run.resume=auto")

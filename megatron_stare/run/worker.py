@@ -18,7 +18,7 @@ from megatron_stare.run.files import RunFiles
 
 
 class StopFlag:
-    """Whether the run is asked to save and stop: by a signal to this rank, or by the file in the run directory."""
+    """Whether the run is asked to save and stop: by a signal to this rank, or by the file for it."""
 
     def __init__(self, files: RunFiles):
         self.files = files
@@ -45,7 +45,7 @@ def main() -> int:
         outcome, message = "refused", str(error)
     except Exception as error:
         traceback.print_exc()
-        outcome, message = "failed", f"{type(error).__name__}: {error}"
+        outcome, message = "failed", f"{type(error).__name__}: {error}"[:500]
     if rank == 0 or outcome == "failed":
         _record(files, rank, outcome, message)
     leave(0 if outcome in ("done", "preempted") else 1)

@@ -223,6 +223,14 @@ def test_a_dead_server_is_a_clear_error(sglang_fleet):
     rollout = sglang_fleet.rollout.model_copy(update={"retries": 1})
     with (
         RolloutClient(gone, rollout, VOCABULARY) as client,
-        pytest.raises(RolloutError, match="no server answered after 2 attempts: http://127.0.0.1:9/generate"),
+        pytest.raises(RolloutError, match="in 2 attempts, the last at http://127.0.0.1:9/generate"),
     ):
         client.generate(PROMPTS, n=1)
+
+
+def test_lost_requests_are_sent_to_another_server(sglang_fleet):
+    alive = sglang_fleet.endpoints
+    dead = "http://127.0.0.1:9"
+    half = Endpoints([*alive.servers, dead], router=dead, api_key=alive.api_key)
+    with RolloutClient(half, sglang_fleet.rollout, VOCABULARY) as client:
+        assert len(client.generate(PROMPTS * 2, n=1)) == 8
