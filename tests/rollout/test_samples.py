@@ -186,8 +186,8 @@ def test_further_stop_tokens_reach_the_servers(sglang_fleet):
         sglang_fleet.endpoints, sglang_fleet.rollout, VOCABULARY, stop_token_ids=digits
     ) as client:
         responses = [r for group in client.generate(PROMPTS, n=16) for r in group.responses]
-    assert all(digits[0] <= r.token_ids[-1] <= digits[-1] for r in responses if r.finish_reason == "stop")
-    assert all(token > 9 for r in responses for token in r.token_ids[:-1])
+    assert all(token not in digits for r in responses for token in r.token_ids[:-1])
+    assert any(r.token_ids[-1] in digits for r in responses)
 
 
 def test_seeds_are_understood_by_servers_that_ignore_them(client):
