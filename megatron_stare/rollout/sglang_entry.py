@@ -40,6 +40,8 @@ def prepare(arguments: list[str]) -> None:
             from megatron_stare.rollout import cpu_attention
 
             cpu_attention.register()
+        if "--sleep-on-idle" in arguments:
+            standins.wake_often()
         if "--enable-deterministic-inference" in arguments:
             standins.allow_seeded_sampling()
 

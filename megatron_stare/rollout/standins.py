@@ -130,3 +130,14 @@ def allow_seeded_sampling() -> None:
     package = importlib.import_module("sglang.srt.batch_invariant_ops")
     kernels = importlib.import_module("sglang.srt.batch_invariant_ops.batch_invariant_ops")
     package.enable_batch_invariant_mode = kernels.enable_batch_invariant_mode = lambda *a, **k: None
+
+
+def wake_often() -> None:
+    """Let an idle scheduler look for work every 10 ms.
+
+    SGLang's sleeps until a socket wakes it, for 1 s at most, and sometimes misses the request that came
+    just before: a weight update then takes half a second more, of a tiny policy's whole step.
+    """
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
+    IdleSleeper.maybe_sleep = lambda self: self.poller.poll(10)
