@@ -133,7 +133,7 @@ class Microbatch:
 
 
 def pack(sequences: list[TrainSequence], length: int, device: torch.device) -> Microbatch:
-    """Lay sequences end to end and pad to `length`; the padding is a sequence of its own, never in the mask."""
+    """Lay sequences end to end and pad to `length`; padding is a sequence of its own, never in the mask."""
     tokens = np.zeros(length, dtype=np.int64)
     labels = np.zeros(length, dtype=np.int64)
     positions = np.zeros(length, dtype=np.int64)
@@ -174,7 +174,7 @@ def pack(sequences: list[TrainSequence], length: int, device: torch.device) -> M
 def pack_update(
     microbatches: list[list[TrainSequence]], *, common_length: int | None, multiple: int, device: torch.device
 ) -> list[Microbatch]:
-    """Pack one replica's microbatches; `common_length` makes all alike (pipeline stages exchange fixed shapes)."""
+    """Pack one replica's microbatches; `common_length` makes all alike, as pipeline stages exchange them."""
 
     def rounded(tokens: int) -> int:
         return max(1, -(-tokens // multiple)) * multiple

@@ -26,7 +26,9 @@ class Device:
     @property
     def torch(self) -> torch.device:
         """The torch device of this process."""
-        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
 
 def current() -> Device:
@@ -37,7 +39,7 @@ def current() -> Device:
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event: the CPU runs everything in order, so there is nothing to wait for."""
+    """Stands for a CUDA stream or event: the CPU runs everything in order, so nothing is waited for."""
 
     def __init__(self, *_args, **_kwargs):
         pass

@@ -40,8 +40,7 @@ def prepare(arguments: list[str]) -> None:
             from megatron_stare.rollout import cpu_attention
 
             cpu_attention.register()
-        if "--sleep-on-idle" in arguments:
-            standins.wake_often()
+        standins.skip_garbage_collection()
         if "--enable-deterministic-inference" in arguments:
             standins.allow_seeded_sampling()
 

@@ -10,7 +10,8 @@ CPU wheel for every torch. So:
   does call, in plain torch.
 
 The finder is the last one asked, so a real package always wins. Nothing of
-SGLang itself is changed, except `allow_seeded_sampling`, which says what and why.
+SGLang itself is changed, except by `allow_seeded_sampling` and `skip_garbage_collection`,
+which say what and why.
 This module imports nothing but the standard library until a stand-in is used.
 """
 
@@ -132,12 +133,12 @@ def allow_seeded_sampling() -> None:
     package.enable_batch_invariant_mode = kernels.enable_batch_invariant_mode = lambda *a, **k: None
 
 
-def wake_often() -> None:
-    """Let an idle scheduler look for work every 10 ms.
+def skip_garbage_collection() -> None:
+    """Let a flush of the cache flush the cache only.
 
-    SGLang's sleeps until a socket wakes it, for 1 s at most, and sometimes misses the request that came
-    just before: a weight update then takes half a second more, of a tiny policy's whole step.
+    On a CPU SGLang also has Python collect all garbage, which takes half a second of every weight update;
+    there is no device memory to give back.
     """
-    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
 
-    IdleSleeper.maybe_sleep = lambda self: self.poller.poll(10)
+    CpuDeviceMixin.empty_cache = lambda self: None

@@ -23,7 +23,7 @@ def trainer_ranks(config: Config) -> int:
     gpus = torch.cuda.device_count()
     if served >= gpus:
         raise UserError(
-            f"rollout.servers={rollout.servers} x rollout.tp={rollout.tp} leave no GPU of {gpus} for the trainer; "
-            "lower them, or set parallel.world_size to share GPUs"
+            f"rollout.servers={rollout.servers} x rollout.tp={rollout.tp} leave no GPU of {gpus} for the "
+            "trainer; lower them, or set parallel.world_size to share GPUs"
         )
     return gpus - served

@@ -35,7 +35,7 @@ def restore(config: Config, engine: Engine, files: RunFiles) -> dict[str, Any]:
     for key, value in fixed_values(config).items():
         if state["fixed"][key] != value:
             raise UserError(
-                f"{key}={value} cannot resume {found[1].name}, which was saved with {key}={state['fixed'][key]}: "
+                f"{key}={value} cannot resume {found[1].name}, saved with {key}={state['fixed'][key]}: "
                 "the optimizer is stored in another form; keep the value, or start anew from an export"
             )
     engine.load(found[1])

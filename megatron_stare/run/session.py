@@ -145,7 +145,8 @@ class Session:
         due = (evaluation.every and (step + 1) % evaluation.every == 0) or (last and evaluation.at_end)
         if not self.reporter:
             return
-        metrics = group_metrics(groups) | self._sampling | self._gap | _learning_metrics(stats, signals.tokens)
+        metrics = group_metrics(groups) | self._sampling | self._gap
+        metrics |= _learning_metrics(stats, signals.tokens)
         metrics["entropy"] = signals.mean_entropy
         if decision:
             metrics |= decision.metrics()
