@@ -50,7 +50,7 @@ _MEANINGS = {
     "run.steps": "steps of the whole run, those before a resume included",
     "model.path": "directory of a Hugging Face checkpoint with tokenizer: Qwen2, Qwen3 or Llama architecture",
     "model.dtype": "of the weights in trainer and servers",
-    "parallel.world_size": "trainer ranks on this node; default: all its GPUs, or one model copy on a CPU",
+    "parallel.world_size": "trainer ranks on this node; default: GPUs left by servers; one copy on a CPU",
     "parallel.tp": "tensor parallelism; must divide heads, key-value heads and feed-forward columns",
     "parallel.pp": "pipeline stages; pp (times vpp) must divide the layers",
     "parallel.cp": "context parallelism; only 1 is accepted now",

@@ -11,6 +11,7 @@ from tests.support.ranks import run_ranks
 TARGET = "tests.distributed.three_steps:each_layout"
 CLOSED = {"stare.gate": "target", "stare.target_entropy": 1e-6}
 OFF = {"stare.enabled": False}
+BF16 = {"model.dtype": "bfloat16", "parallel.tp": 2, "parallel.distributed_optimizer": True}
 LAYOUTS = {
     1: {"recompute": {"parallel.recompute": "full"}},
     2: {
@@ -38,7 +39,7 @@ def results(tmp_path_factory):
     write_tiny_checkpoint(model, layers=4, vocab_size=50)
     found = {}
     for world_size, layouts in LAYOUTS.items():
-        extra = {1: {"one": {}}, 2: {"gate_closed": CLOSED, "stare_off": OFF}}
+        extra = {1: {"one": {}}, 2: {"gate_closed": CLOSED, "stare_off": OFF, "bfloat16": BF16}}
         wanted = extra.get(world_size, {}) | layouts
         arguments = {"model": str(model), "out": str(root), "layouts": wanted}
         ranks = run_ranks(TARGET, world_size, arguments)
@@ -73,3 +74,10 @@ def test_closed_gate_is_bit_identical_to_stare_disabled(results):
     assert closed == off
     assert all(torch.equal(tensor, off_tensors[key]) for key, tensor in closed_tensors.items())
     assert closed != results["dp2"][0], "an open gate must matter in this batch"
+
+
+def test_bfloat16_is_close_to_float32(results):
+    (record, tensors), (expected, _) = results["bfloat16"], results["one"]
+    assert record["entropy"] == pytest.approx(expected["entropy"], rel=1e-2)
+    assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
