@@ -22,16 +22,18 @@ _POLL_SECONDS = 0.2
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM while the run is up: the first asks to save, a second ends it at once."""
+    """Ctrl-C or SIGTERM. While there is nothing to save (not `patient`) it ends the run at once; later the
+    first asks to save, and a second ends it at once."""
 
     def __init__(self):
+        self.patient = False
         self.count = 0
         self.since = 0.0
 
     def __call__(self, _number=None, _frame=None) -> None:
         self.count += 1
         self.since = self.since or time.monotonic()
-        if self.count > 1:
+        if not self.patient or self.count > 1:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
@@ -60,22 +62,23 @@ def train(config: Config) -> int:
             if config.objective == "rl":
                 _say("starting SGLang servers")
                 endpoints = fleet.start(_say)
-            if stop.count:
-                return _stopped_early()
             _say(f"starting {world_size} trainer rank{'s' if world_size > 1 else ''}")
             ranks = _start_ranks(config, files, world_size, endpoints)
+            stop.patient = True
             return _wait(config, files, ranks, fleet, stop)
         except RolloutError as error:
-            if stop.count:
-                return _stopped_early()
             print(f"error: {error}", file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:
+            if not stop.patient:
+                _say("stopped before training started; nothing to save")
+                return PREEMPTED
             print("stopped at once; work since the last checkpoint is lost", file=sys.stderr)
             return FAILED
         finally:
-            # A third Ctrl-C must not leave processes behind.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # Another Ctrl-C must not leave processes behind.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
             if ranks:
                 end([ranks])
             fleet.stop()
@@ -93,10 +96,9 @@ def serve(config: Config) -> int:
             for url in [*endpoints.servers, *([endpoints.router] if endpoints.router else [])]:
                 print(url)
             print(f"API key: {endpoints.api_key}\nCtrl-C ends them", flush=True)
-            while not stop.count:
+            while True:
                 fleet.check()
                 time.sleep(_POLL_SECONDS)
-            return DONE
         except RolloutError as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED
@@ -166,11 +168,6 @@ def _report_outcome(files: RunFiles, ranks: Child) -> int:
     elif outcome == "preempted":
         _say(f"stopped after {message} and saved; continue with run.resume=auto")
     return _EXIT_CODES[outcome]
-
-
-def _stopped_early() -> int:
-    _say("stopped before training started; nothing to save")
-    return PREEMPTED
 
 
 def _say(line: str) -> None:
