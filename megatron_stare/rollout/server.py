@@ -127,7 +127,7 @@ class ServerFleet:
 
     def _launch_servers(self, device: str, first_gpu: int) -> Endpoints:
         rollout = self._rollout
-        key = secrets.token_urlsafe(32)
+        key = secrets.token_hex(32)
         ports = [self._lease.take(rollout.host) for _ in range(rollout.servers)]
         if rollout.port is not None and not rollout.router:
             ports[0] = rollout.port

@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     key = child.api_key()
-    server_args = prepare_server_args([*arguments, *(["--api-key", key] if key else [])])
+    # One word: a key that begins with a dash, as every 64th does, would else be taken for an option.
+    server_args = prepare_server_args([*arguments, *([f"--api-key={key}"] if key else [])])
     try:
         run_server(server_args)
     finally:
