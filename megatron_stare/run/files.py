@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_stare.config.schema import Config
+from megatron_stare.config import Config, run_directory
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RunFiles:
     @classmethod
     def of(cls, config: Config) -> RunFiles:
         """The run directory that the config names."""
-        return cls(Path(config.run.dir or f"runs/{config.run.name}").resolve())
+        return cls(run_directory(config).resolve())
 
     @property
     def config(self) -> Path:
