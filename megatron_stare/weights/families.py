@@ -4,7 +4,7 @@ A family is a declaration: the tensors, and what its layers have (biases,
 per-head norms). Nothing here computes; `layouts.py` knows the layouts and
 `mapping.py` expands a family for one model.
 
-Templates: {l} is the layer number, counted from 0 over the whole model.
+Templates: {l} is the layer number and {e} the expert's, both counted from 0 over the whole model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["replicated", "vocab", "row", "column", "qkv", "gate_up"]
+Kind = Literal["replicated", "replicated_matrix", "vocab", "row", "column", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,12 @@ class Rule:
         local: parameter name with Megatron's local layers, where norms are modules of their own.
         hf: Hugging Face names, in the order in which `kind` packs them.
         kind: layout of the parameter (see `layouts.py`).
-        fused: name with Transformer Engine layers where it differs (the norm folded into the next linear).
+        fused: name with Transformer Engine layers where it differs (a norm folded into the next linear, the
+            experts of a rank in one module).
         size: the HFConfig field that is the length of a replicated parameter, the rows of a column-split
-            one, or the input columns of a row-split one.
+            one or of a gate, or the input columns of a row-split one.
+        key: name in Megatron's distributed checkpoints, where layers and experts are axes of one tensor;
+            default: the fused name without the numbers.
         tied_to: the Hugging Face tensor that the parameter repeats when embeddings are tied.
     """
 
@@ -34,7 +37,13 @@ class Rule:
     kind: Kind
     fused: str | None = None
     size: str = "hidden_size"
+    key: str | None = None
     tied_to: str | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether there is one such parameter an expert."""
+        return "{e}" in self.local
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,10 @@ class Family:
         before, layer, after: rules in Hugging Face's order: embedding, one layer, head.
         qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys are normalised per head.
+        experts: every layer's MLP is a mixture of experts.
         head_dim: where config.json names none; None: hidden_size / num_attention_heads.
+        sliding_window_default: what a config.json without `sliding_window` means; None: the window is off
+            unless `use_sliding_window` says otherwise.
         refused: config.json fields that change the function and that the Megatron model does not honour,
             with the only value that is accepted.
         ignored: patterns of Hugging Face tensors that carry no weights (buffers of old versions).
@@ -60,7 +72,9 @@ class Family:
     after: tuple[Rule, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
     head_dim: int | None = None
+    sliding_window_default: int | None = None
     refused: dict[str, object] = field(default_factory=dict)
     ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
@@ -104,9 +118,10 @@ _ATTENTION_OUT = Rule(
     "row",
     size="attention_size",
 )
+_MLP_NORM = f"{_M}pre_mlp_layernorm.weight"
 _MLP = (
     Rule(
-        f"{_M}pre_mlp_layernorm.weight",
+        _MLP_NORM,
         (f"{_H}post_attention_layernorm.weight",),
         "replicated",
         fused=f"{_M}mlp.linear_fc1.layer_norm_weight",
@@ -115,8 +130,29 @@ _MLP = (
         f"{_M}mlp.linear_fc1.weight",
         (f"{_H}mlp.gate_proj.weight", f"{_H}mlp.up_proj.weight"),
         "gate_up",
+        size="ffn_size",
     ),
     Rule(f"{_M}mlp.linear_fc2.weight", (f"{_H}mlp.down_proj.weight",), "row", size="ffn_size"),
+)
+
+
+def _expert(linear: str, hf: tuple[str, ...], kind: Kind) -> Rule:
+    return Rule(
+        f"{_M}mlp.experts.local_experts.{{e}}.{linear}.weight",
+        tuple(f"{_H}mlp.experts.{{e}}.{name}.weight" for name in hf),
+        kind,
+        fused=f"{_M}mlp.experts.{linear}.weight{{e}}",
+        size="expert_ffn_size",
+        key=f"decoder.layers.mlp.experts.experts.{linear}.weight",
+    )
+
+
+# A norm before a router is never folded into a linear: both kinds of layers have it apart.
+_MOE = (
+    Rule(_MLP_NORM, (f"{_H}post_attention_layernorm.weight",), "replicated"),
+    Rule(f"{_M}mlp.router.weight", (f"{_H}mlp.gate.weight",), "replicated_matrix", size="num_experts"),
+    _expert("linear_fc1", ("gate_proj", "up_proj"), "gate_up"),
+    _expert("linear_fc2", ("down_proj",), "row"),
 )
 
 QWEN2 = Family(
@@ -140,6 +176,17 @@ QWEN3 = Family(
     # attention_bias puts a bias on the output projection too, which Megatron only has with MLP biases
     refused={"attention_bias": False},
 )
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    before=_EMBEDDING,
+    layer=(_INPUT_NORM, _qkv("weight"), *_QK_NORM, _ATTENTION_OUT, *_MOE),
+    after=_HEAD,
+    qk_norm=True,
+    experts=True,
+    # transformers' Qwen3Moe takes hidden_size / heads where config.json names no head_dim
+    refused={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+)
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
@@ -149,4 +196,13 @@ LLAMA = Family(
     refused={"attention_bias": False, "mlp_bias": False},
 )
 
-FAMILIES: dict[str, Family] = {f.architecture: f for f in (QWEN2, QWEN3, LLAMA)}
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    before=_EMBEDDING,
+    layer=(_INPUT_NORM, _qkv("weight"), _ATTENTION_OUT, *_MLP),
+    after=_HEAD,
+    sliding_window_default=4096,
+)
+
+FAMILIES: dict[str, Family] = {f.architecture: f for f in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)}

@@ -27,6 +27,10 @@ class HFConfig:
         rope_scaling: None, or {"rope_type": "llama3", "factor": float, …} as in config.json.
         qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys are normalised per head.
+        num_experts: experts a layer; 0 for a dense model.
+        experts_per_token: how many of them a token goes to.
+        expert_ffn_size: inner width of one expert.
+        normalize_experts: the chosen experts' probabilities are rescaled to sum to 1.
         raw: config.json as it was read.
     """
 
@@ -45,7 +49,11 @@ class HFConfig:
     qkv_bias: bool
     qk_norm: bool
     max_position_embeddings: int
-    raw: dict[str, Any] = field(repr=False, compare=False)
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalize_experts: bool = False
+    raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def family(self) -> Family:
@@ -56,6 +64,11 @@ class HFConfig:
     def attention_size(self) -> int:
         """Width of all query heads together: the input of the attention's output projection."""
         return self.num_heads * self.head_dim
+
+    @property
+    def dense_ffn_size(self) -> int:
+        """Inner width that tensor parallelism has to cut; 0 where every MLP is a mixture of experts."""
+        return 0 if self.num_experts else self.ffn_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -101,7 +114,7 @@ def parse_hf_config(raw: dict[str, Any], file: str | Path = "config.json") -> HF
     """The same for a config already read; `file` names its origin in errors."""
     family = _family(raw, file)
     for key, accepted in family.refused.items():
-        if raw.get(key, accepted) != accepted:
+        if (raw.get(key) or accepted) != accepted:
             raise UserError(
                 f"{file}: {key}={raw[key]} is not supported for {family.architecture}; only {accepted} is"
             )
@@ -115,7 +128,7 @@ def parse_hf_config(raw: dict[str, Any], file: str | Path = "config.json") -> HF
     layers, hidden, heads = (
         _size(raw, k, file) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    _refuse_sliding_window(raw, layers, file)
+    _refuse_sliding_window(raw, family, layers, file)
     kv_heads = _size(raw, "num_key_value_heads", file, default=heads)
     if heads % kv_heads:
         raise UserError(f"{file}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
@@ -138,6 +151,7 @@ def parse_hf_config(raw: dict[str, Any], file: str | Path = "config.json") -> HF
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         max_position_embeddings=_size(raw, "max_position_embeddings", file),
+        **(_experts(raw, file) if family.experts else {}),
         raw=raw,
     )
 
@@ -165,7 +179,27 @@ def _size(raw: dict[str, Any], key: str, file: str | Path, default: int | None =
     return value
 
 
-def _refuse_sliding_window(raw: dict[str, Any], layers: int, file: str | Path) -> None:
+def _experts(raw: dict[str, Any], file: str | Path) -> dict[str, Any]:
+    spelling = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 and 4
+    experts, chosen = _size(raw, spelling, file), _size(raw, "num_experts_per_tok", file)
+    if chosen > experts:
+        raise UserError(f"{file}: num_experts_per_tok={chosen} is more than {spelling}={experts}")
+    return {
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn_size": _size(raw, "moe_intermediate_size", file),
+        "normalize_experts": bool(raw.get("norm_topk_prob", False)),
+    }
+
+
+def _refuse_sliding_window(raw: dict[str, Any], family: Family, layers: int, file: str | Path) -> None:
+    if family.sliding_window_default is not None:
+        if raw.get("sliding_window", family.sliding_window_default) is not None:
+            raise UserError(
+                f"{file}: sliding-window attention is active and not supported; set sliding_window to null "
+                "to train with full attention (the same function while no sequence is longer than the window)"
+            )
+        return
     types = raw.get("layer_types")
     if types is not None:
         active = any(t != "full_attention" for t in types)

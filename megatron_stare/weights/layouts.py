@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the whole tensor (norms)."""
+    """Every rank holds the whole tensor (norms, routers)."""
 
     shape: Shape
 

@@ -54,4 +54,5 @@ def load_hf_weights(
     with torch.no_grad():
         for entry, parameter in pairs:
             slices = [source.slice(name) for name in entry.hf]
-            entry.layout.fill(parameter.data, slices, tp_rank, tp_size)
+            size = entry.tp_size(tp_size)
+            entry.layout.fill(parameter.data, slices, tp_rank % size, size)

@@ -14,6 +14,7 @@ from megatron_stare.weights.hf_config import HFConfig
 from megatron_stare.weights.layouts import QKV, Column, GateUp, Layout, Replicated, Row, Vocab
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=weight)\d+$")
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,14 @@ class Entry:
     """One Megatron parameter of a model.
 
     Attributes:
-        names: names the parameter may have, layers numbered over the whole model: with local layers and,
-            where it differs, with Transformer Engine's.
+        names: names the parameter may have, layers and experts numbered over the whole model: with local
+            layers and, where it differs, with Transformer Engine's.
         hf: names of the Hugging Face tensors in it.
         layout: how they lie in it.
+        key: name in a Megatron distributed checkpoint, of a tensor that holds this parameter of all layers
+            and experts.
+        place, grid: the parameter's index in the first axes of that tensor, and their sizes: (), (layers)
+            or (layers, experts).
         copy: the parameter repeats another one (the output layer's copy of tied embeddings on the last
             pipeline stage): loaded, never exported.
     """
@@ -32,21 +37,37 @@ class Entry:
     names: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+    key: str
+    place: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
     copy: bool = False
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether this is an expert's: on one rank of the expert-parallel group, whole there."""
+        return len(self.place) == 2
+
+    def tp_size(self, tp_size: int) -> int:
+        """Into how many parts the parameter is cut where dense ones are cut into `tp_size`."""
+        return 1 if self.is_expert else tp_size
 
 
 def model_entries(config: HFConfig) -> list[Entry]:
     """Every parameter of the model, in Hugging Face's order: embedding, layers, norm, head."""
     family = config.family
     entries = [_entry(rule, config) for rule in family.before]
+    dense = [rule for rule in family.layer if not rule.is_expert]
+    experts = [rule for rule in family.layer if rule.is_expert]
     for layer in range(config.num_layers):
-        entries += [_entry(rule, config, layer) for rule in family.layer]
+        entries += [_entry(rule, config, (layer,)) for rule in dense]
+        for expert in range(config.num_experts):
+            entries += [_entry(rule, config, (layer, expert)) for rule in experts]
     return entries + [_entry(rule, config) for rule in family.after]
 
 
 def check_tp(config: HFConfig, tp_size: int) -> None:
     """Raise UserError when tensor parallelism of this size cannot cut the model evenly."""
-    for name, size in (("key-value heads", config.num_kv_heads), ("MLP rows", config.ffn_size)):
+    for name, size in (("key-value heads", config.num_kv_heads), ("MLP rows", config.dense_ffn_size)):
         if size % tp_size:
             raise UserError(
                 f"tp={tp_size} does not divide the model's {size} {name}; "
@@ -59,8 +80,15 @@ def tp_choices(config: HFConfig) -> list[int]:
     return [
         n
         for n in range(1, config.num_kv_heads + 1)
-        if config.num_kv_heads % n == 0 and config.ffn_size % n == 0
+        if config.num_kv_heads % n == 0 and config.dense_ffn_size % n == 0
     ]
+
+
+def check_ep(config: HFConfig, ep_size: int) -> None:
+    """Raise UserError when expert parallelism of this size cannot share out the model's experts."""
+    if ep_size > 1 and (config.num_experts == 0 or config.num_experts % ep_size):
+        has = f"{config.num_experts} experts" if config.num_experts else "no experts"
+        raise UserError(f"ep={ep_size}: the model has {has}; ep must divide their number, or be 1")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -85,7 +113,7 @@ def check_tied(models: Sequence[nn.Module], config: HFConfig) -> None:
 
 
 def global_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters by name, layers numbered over the whole model and not over the chunk.
+    """This rank's parameters by name, layers and experts numbered over the whole model and not over the rank.
 
     Args:
         models: the rank's chunks of the model (several with virtual pipeline stages), wrapped or not.
@@ -95,8 +123,11 @@ def global_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters():
             match = _LAYER.match(name)
             if match:
-                number = model.decoder.layers[int(match[1])].layer_number - 1  # Megatron counts from 1
-                name = f"decoder.layers.{number}.{name[match.end() :]}"
+                layer = model.decoder.layers[int(match[1])]
+                name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"  # counted from 1
+                if ".mlp.experts." in name:
+                    numbers = layer.mlp.local_expert_indices
+                    name = _EXPERT.sub(lambda m, n=numbers: str(n[int(m[0])]), name)
             if name in found:
                 raise ValueError(f"two model chunks hold a parameter {name}")
             found[name] = parameter
@@ -122,13 +153,13 @@ def match_entries(
         name = next((n for n in entry.names if n in left), None)
         if name is None:
             layer = _LAYER.match(entry.names[0])
-            if layer and layer[1] in layers_here:
+            if layer and layer[1] in layers_here and not entry.is_expert:
                 raise UserError(
                     f"the Megatron model has no parameter {entry.names[0]} for {', '.join(entry.hf)}"
                 )
             continue
         parameter = left.pop(name)
-        wanted = entry.layout.shard_shape(tp_size)
+        wanted = entry.layout.shard_shape(entry.tp_size(tp_size))
         if wanted is None:  # a vocabulary: any padding that holds it
             rows, width = entry.layout.hf_shapes[0]
             fits = parameter.shape[0] * tp_size >= rows and tuple(parameter.shape[1:]) == (width,)
@@ -148,16 +179,18 @@ def match_entries(
     return pairs
 
 
-def _entry(rule: Rule, config: HFConfig, layer: int | None = None) -> Entry:
-    def named(template: str) -> str:
-        return template if layer is None else template.format(l=layer)
-
+def _entry(rule: Rule, config: HFConfig, place: tuple[int, ...] = ()) -> Entry:
+    numbers = dict(zip("le", place, strict=False))
     tied = rule.tied_to is not None and config.tied_embeddings
     names = (rule.local,) if rule.fused is None else (rule.local, rule.fused)
+    key = rule.key or names[-1].replace(".{l}.", ".")
     return Entry(
-        names=tuple(map(named, names)),
-        hf=(rule.tied_to,) if tied else tuple(map(named, rule.hf)),
+        names=tuple(name.format(**numbers) for name in names),
+        hf=(rule.tied_to,) if tied else tuple(name.format(**numbers) for name in rule.hf),
         layout=_layout(rule, config),
+        key=key,
+        place=place,
+        grid=(config.num_layers, config.num_experts)[: len(place)],
         copy=tied,
     )
 
@@ -168,6 +201,8 @@ def _layout(rule: Rule, config: HFConfig) -> Layout:
     match rule.kind:
         case "replicated":
             return Replicated((getattr(config, rule.size),))
+        case "replicated_matrix":
+            return Replicated((getattr(config, rule.size), hidden))
         case "vocab":
             return Vocab(config.vocab_size, hidden)
         case "row":
@@ -177,5 +212,5 @@ def _layout(rule: Rule, config: HFConfig) -> Layout:
         case "qkv":
             return QKV(config.num_heads, config.num_kv_heads, config.head_dim, tail)
         case "gate_up":
-            return GateUp(config.ffn_size, tail)
+            return GateUp(getattr(config, rule.size), tail)
     raise ValueError(f"{rule.local}: unknown kind {rule.kind!r}")
