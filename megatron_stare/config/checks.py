@@ -103,17 +103,17 @@ def _check_layers(config: Config) -> Iterator[str]:
 
 def _check_split(config: Config, model: HFConfig) -> Iterator[str]:
     parallel, rollout = config.parallel, config.rollout
-    for name, size in (
-        ("attention heads", model.num_heads),
-        ("key-value heads", model.num_kv_heads),
-        ("feed-forward columns", model.ffn_size),
-    ):
+    widths = {"attention heads": model.num_heads, "key-value heads": model.num_kv_heads}
+    if model.dense_ffn_size:
+        widths["feed-forward columns"] = model.dense_ffn_size
+    for name, size in widths.items():
         if size % parallel.tp:
             yield (
                 f"parallel.tp={parallel.tp}: does not divide the model's {size} {name}; "
-                f"allowed: {_divisors(model.num_heads, model.num_kv_heads, model.ffn_size)}"
+                f"allowed: {_divisors(*widths.values())}"
             )
             break
+    yield from _check_experts(config, model)
     stages = parallel.pp * (parallel.vpp or 1)
     if model.num_layers % stages:
         keys = f"parallel.pp={parallel.pp}" + (f" * parallel.vpp={parallel.vpp}" if parallel.vpp else "")
@@ -134,6 +134,15 @@ def _check_split(config: Config, model: HFConfig) -> Iterator[str]:
         yield (
             f"rollout.tp={rollout.tp}: does not divide the model's {model.num_heads} attention heads and "
             f"{model.num_kv_heads} key-value heads; allowed: {_divisors(model.num_heads, model.num_kv_heads)}"
+        )
+
+
+def _check_experts(config: Config, model: HFConfig) -> Iterator[str]:
+    parallel = config.parallel
+    if model.num_experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            "parallel.sequence_parallel=false: a model with experts needs true where "
+            f"parallel.tp={parallel.tp}"
         )
 
 

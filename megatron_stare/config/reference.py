@@ -108,6 +108,7 @@ _MEANINGS = {
     "evaluation.source": "default: the task's own, with another seed if procedural (a file: its first rows)",
     "checkpoint.at_end": "save after the last step",
     "checkpoint.keep_last": "how many checkpoints are kept",
+    "checkpoint.hf_every": "every so many steps, write a Hugging Face checkpoint to RUN/hf-steps; 0: never",
     "checkpoint.hf_at_end": "write the policy as a Hugging Face checkpoint to RUN/hf after the last step",
     "report.tensorboard": "event files in RUN/tensorboard",
     "report.wandb": "Weights & Biases: online where someone is logged in, else files in RUN",

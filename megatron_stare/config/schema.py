@@ -270,6 +270,7 @@ class CheckpointSection(Section):
     every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
     at_end: bool = True
     keep_last: int = Field(2, ge=1)
+    hf_every: int = Field(0, ge=0, description="write RUN/hf-steps/step_N every so many steps; 0: never")
     hf_at_end: bool = Field(False, description="write RUN/hf at the end")
 
 

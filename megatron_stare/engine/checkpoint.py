@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
+from megatron_stare.weights.save import copy_companions
+
 _NAME = re.compile(r"step_(\d{7})")
 
 
@@ -32,9 +34,20 @@ def find_latest(directory: Path) -> tuple[int, Path] | None:
 
 
 def save(
-    directory: Path, step: int, models, optimizer, run_state: dict[str, Any], *, keep_last: int
+    directory: Path,
+    step: int,
+    models,
+    optimizer,
+    run_state: dict[str, Any],
+    *,
+    hf_dir: str | Path,
+    keep_last: int,
 ) -> Path:
-    """Write the checkpoint after `step` finished steps; collective over all ranks. Returns its path."""
+    """Write the checkpoint after `step` finished steps; collective over all ranks. Returns its path.
+
+    config.json and tokenizer of `hf_dir` lie beside the weights, so that a checkpoint can be converted
+    without anything else.
+    """
     target = directory / f"step_{step:07d}"
     aside = directory / f"{target.name}.tmp"
     if dist.get_rank() == 0:
@@ -43,6 +56,7 @@ def save(
     dist.barrier()
     dist_checkpointing.save(_sharded_state(models, optimizer, is_loading=False), str(aside))
     if dist.get_rank() == 0:
+        copy_companions(Path(hf_dir), aside, None)
         with open(aside / "run_state.json", "w", encoding="utf-8") as file:
             json.dump(run_state, file)
             file.flush()

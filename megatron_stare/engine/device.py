@@ -22,6 +22,7 @@ class Device:
     kind: str
     backend: str
     layers: str
+    dispatcher: str  # how tokens reach their experts: Megatron's alltoall needs CUDA streams
 
     @property
     def torch(self) -> torch.device:
@@ -34,8 +35,8 @@ class Device:
 def current() -> Device:
     """The device of this process: CUDA where there is one, the CPU elsewhere."""
     if torch.cuda.is_available():
-        return Device(kind="cuda", backend="nccl", layers="transformer_engine")
-    return Device(kind="cpu", backend="gloo", layers="local")
+        return Device(kind="cuda", backend="nccl", layers="transformer_engine", dispatcher="alltoall")
+    return Device(kind="cpu", backend="gloo", layers="local", dispatcher="allgather")
 
 
 class _NoStream:

@@ -15,7 +15,7 @@ from megatron_stare.engine.device import Device
 from megatron_stare.engine.model import build_models, transformer_config
 from megatron_stare.engine.optimizer import LearningRate, build_optimizer, wrap_data_parallel
 from megatron_stare.engine.parallel import Parallel
-from megatron_stare.weights.export import iter_hf_weights
+from megatron_stare.weights.export import Exporter, iter_hf_weights
 from megatron_stare.weights.hf_config import read_hf_config
 from megatron_stare.weights.load import load_hf_weights
 
@@ -25,6 +25,7 @@ class Engine:
 
     def __init__(self, config: Config, device: Device, parallel: Parallel):
         self.device, self.parallel = device, parallel
+        self._hf_dir = config.model.path
         self.hf = read_hf_config(config.model.path)
         layers = device.layers if config.model.layers == "auto" else config.model.layers
         optimizer, layout = config.optimizer, config.parallel
@@ -97,24 +98,31 @@ class Engine:
             self.models, self.optimizer, microbatches, loss, self.parallel, normalizer=normalizer, lr=lr
         )
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy under Hugging Face's names, tensor by tensor, whole on rank 0; nothing elsewhere.
+    def exporter(self) -> Exporter:
+        """Brings the policy's parameters together under Hugging Face's names, in `model.dtype`."""
+        return Exporter(
+            self.models, self.hf, tp_rank=self.parallel.tp_rank, tp_size=self.parallel.tp_size
+        )
 
-        Only the ranks of rank 0's replica take part, and each must exhaust the iterator.
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The policy under Hugging Face's names, tensor by tensor: whole on rank 0, None elsewhere.
+
+        Every rank must exhaust the iterator.
         """
-        if self.parallel.dp_rank != 0:
-            return
-        yield from iter_hf_weights(
-            self.models,
-            self.hf,
-            tp_group=self.parallel.tp_group,
-            pp_group=self.parallel.pp_group,
+        return iter_hf_weights(
+            self.models, self.hf, tp_rank=self.parallel.tp_rank, tp_size=self.parallel.tp_size
         )
 
     def save(self, directory: Path, steps: int, run_state: dict[str, Any], *, keep_last: int) -> Path:
         """Write a checkpoint after `steps` finished steps."""
         return checkpoint.save(
-            directory, steps, self.models, self.optimizer, run_state, keep_last=keep_last
+            directory,
+            steps,
+            self.models,
+            self.optimizer,
+            run_state,
+            hf_dir=self._hf_dir,
+            keep_last=keep_last,
         )
 
     def load(self, path: Path) -> None:

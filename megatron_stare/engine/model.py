@@ -108,9 +108,28 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
+        **_moe_arguments(hf, parallel, device),
         **interleaved,
         **recomputing,
     )
+
+
+def _moe_arguments(hf: HFConfig, parallel: Parallel, device: Device) -> dict:
+    if not hf.num_experts:
+        return {}
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.expert_ffn_size,
+        "moe_router_topk": hf.experts_per_token,
+        # The softmax over the chosen experts alone is the rescaled one over all.
+        "moe_router_pre_softmax": not hf.normalize_experts,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": device.dispatcher,
+        "moe_grouped_gemm": device.layers == "transformer_engine",
+        "expert_model_parallel_size": parallel.ep_size,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def _block_spec(config: TransformerConfig, layers: str, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -118,11 +137,20 @@ def _block_spec(config: TransformerConfig, layers: str, vp_stage: int | None) ->
     if layers == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
         norm = TENorm
     else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        layer = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        )
         parts, norm = layer.submodules, RMSNorm
+        if config.num_moe_experts:
+            # In checkpoints this norm is called as with Transformer Engine, which leaves it apart here.
+            parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
         attention = parts.self_attention.submodules
         attention.core_attention = PackedAttention
@@ -132,7 +160,8 @@ def _block_spec(config: TransformerConfig, layers: str, vp_stage: int | None) ->
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def _rope_arguments(hf: HFConfig) -> dict:
+def rope_arguments(hf: HFConfig) -> dict:
+    """GPTModel's arguments for the model's rotary embedding."""
     arguments = {"rotary_base": hf.rope_theta}
     if hf.rope_scaling:  # reading the config refused all but Llama 3's, whose other constants Megatron fixes
         arguments |= {"rope_scaling": True, "rope_scaling_factor": hf.rope_scaling["factor"]}
@@ -164,7 +193,7 @@ def build_models(
             share_embeddings_and_output_weights=hf.tied_embeddings,
             position_embedding_type="rope",
             vp_stage=vp_stage,
-            **_rope_arguments(hf),
+            **rope_arguments(hf),
         )
         model.temperature, model.real_vocab_size = temperature, hf.vocab_size
         model.to(device.torch)

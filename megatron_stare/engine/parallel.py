@@ -28,6 +28,8 @@ class Parallel:
     vpp_size: int | None
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
@@ -95,6 +97,7 @@ def initialize(
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,  # an expert is small: cutting it costs more than it saves
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
     model_parallel_cuda_manual_seed(seed)
@@ -108,6 +111,8 @@ def initialize(
         vpp_size=vpp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=ep,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -44,6 +44,10 @@ class RunFiles:
         """The Hugging Face export at the end."""
         return self.root / "hf"
 
+    def hf_step(self, steps: int) -> Path:
+        """The Hugging Face export after so many steps."""
+        return self.root / "hf-steps" / f"step_{steps:07d}"
+
     @property
     def weights(self) -> Path:
         """Scratch space of weight sync by disk."""

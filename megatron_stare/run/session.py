@@ -18,6 +18,7 @@ from megatron_stare.engine.step import Signals, UpdateStats
 from megatron_stare.errors import Preempted
 from megatron_stare.report import Reporter
 from megatron_stare.run import policy
+from megatron_stare.run.card import model_card
 from megatron_stare.run.files import RunFiles
 from megatron_stare.run.metrics import group_metrics, merge_updates
 from megatron_stare.run.resume import fixed_values
@@ -67,6 +68,7 @@ class Session:
         self._version = first_step - 1
         self._times: dict[str, float] = {}
         self._sampling: dict[str, float] = {}
+        self._last_metrics: dict[str, float] = {}
         self._boundary = self._run_state()
 
     def remaining_steps(self) -> Iterator[int]:
@@ -79,6 +81,9 @@ class Session:
             every = self.config.checkpoint.every
             if every and self.steps_done % every == 0:
                 self.save()
+            hf_every = self.config.checkpoint.hf_every
+            if hf_every and self.steps_done % hf_every == 0:
+                self.export(self.files.hf_step(self.steps_done))
 
     # --- the parts of an RL step, in the loop's order -------------------------------------------------
 
@@ -197,7 +202,12 @@ class Session:
         self._status("exporting")
         if self.parallel.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
-        save_hf(directory, self.engine.hf_weights(), self.config.model.path)
+        save_hf(
+            directory,
+            self.engine.exporter(),
+            self.config.model.path,
+            card=model_card(self.config, self.steps_done, self._last_metrics),
+        )
 
     def close(self, outcome: str) -> None:
         """End what rank 0 holds: reward pool, client, weight-sync group, report."""
@@ -255,6 +265,7 @@ class Session:
         metrics |= {f"time/{name}": seconds for name, seconds in self._times.items()}
         metrics["tokens"] = tokens
         self.reporter.step(step, metrics)
+        self._last_metrics = metrics
 
     def _status(self, phase: str) -> None:
         if self.reporter:

@@ -18,31 +18,62 @@ def refuse_existing(directory: str | Path) -> None:
         raise UserError(f"{directory} exists already; remove it or choose another directory")
 
 
-@contextmanager
-def staged_directory(target: str | Path) -> Iterator[Path]:
-    """A new directory beside `target` that takes its name only once it is complete and on the disk.
+class StagedDirectory:
+    """A directory beside `target` that takes its name only once it is complete and on the disk.
 
-    On an error the staging directory is removed; a killed process leaves `NAME.tmp-*` at worst, never
-    a half-written `target`.
+    A killed process leaves `NAME.tmp-*` at worst, never a half-written `target`. Several processes may
+    fill it: one creates and publishes it, the others `join` it by its name.
 
     Raises:
         UserError: `target` exists already, or its parent cannot be written.
     """
-    target = Path(target)
-    refuse_existing(target)
+
+    def __init__(self, target: str | Path) -> None:
+        self.target = Path(target)
+        self.name = ""
+
+    @property
+    def path(self) -> Path:
+        """Where to write meanwhile."""
+        return self.target.with_name(self.name)
+
+    def create(self) -> None:
+        """Make the directory."""
+        refuse_existing(self.target)
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            made = tempfile.mkdtemp(prefix=f"{self.target.name}.tmp-", dir=self.target.parent)
+        except OSError as error:
+            raise UserError(f"cannot write to {self.target.parent}: {error}") from error
+        self.name = Path(made).name
+
+    def join(self, name: str) -> None:
+        """Fill a directory that another process created."""
+        self.name = name
+
+    def publish(self) -> None:
+        """Put all on the disk and give the directory its name."""
+        _finish(self.path)
+        refuse_existing(self.target)  # rename would silently replace an empty directory
+        self.path.rename(self.target)
+        _sync(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        if self.name:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def staged_directory(target: str | Path) -> Iterator[Path]:
+    """A `StagedDirectory` for one process: published at the end of the block, discarded on an error."""
+    staged = StagedDirectory(target)
+    staged.create()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"cannot write to {target.parent}: {error}") from error
-    try:
-        yield stage
-        _finish(stage)
-        refuse_existing(target)  # rename would silently replace an empty directory
-        stage.rename(target)
-        _sync(target.parent)
+        yield staged.path
+        staged.publish()
     except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+        staged.discard()
         raise
 
 

@@ -77,13 +77,17 @@ class SafetensorsStream:
         while len(view):  # an unbuffered write may take less than it was given
             view = view[self._file.write(view) :]
 
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
+
     def __enter__(self) -> SafetensorsStream:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()
         if kind is None and self._next != len(self._specs):
             raise ValueError(f"{self.path.name}: {self._specs[self._next]} never came")
 

@@ -31,6 +31,9 @@ def write_tiny_checkpoint(
     tied: bool = True,
     max_position_embeddings: int = 1024,
     rope_theta: float = 10000.0,
+    rope_scaling: dict[str, Any] | None = None,
+    experts: int = 4,
+    experts_per_token: int = 2,
     tokenizer: Any = None,
     **config_fields: Any,
 ) -> Path:
@@ -43,7 +46,9 @@ def write_tiny_checkpoint(
 
     Args:
         directory: made by this function; must not exist.
-        architecture: family name: "qwen2", "qwen3" or "llama".
+        architecture: family name: "qwen2", "qwen3", "qwen3_moe", "llama" or "mistral".
+        rope_scaling: fields of Llama 3's scaling, e.g. {"rope_type": "llama3", "factor": 8.0, …}.
+        experts, experts_per_token: of a mixture-of-experts family; each expert is `ffn` wide.
         seed: of a generator of its own; torch's global one is left as it was.
         dtype: name of the torch dtype that is stored.
         tokenizer: a transformers tokenizer saved beside the weights; its end, pad and begin ids go into
@@ -63,6 +68,16 @@ def write_tiny_checkpoint(
         raise UserError(f"architecture {architecture!r} is not known; known: {', '.join(known)}")
     ids = ("eos_token_id", "pad_token_id", "bos_token_id")
     token_ids = {k: getattr(tokenizer, k, None) for k in ids}
+    family = next(f for f in FAMILIES.values() if f.name == architecture)
+    if family.experts:
+        config_fields = {
+            "num_experts": experts,
+            "num_experts_per_tok": experts_per_token,
+            "moe_intermediate_size": ffn,
+            "norm_topk_prob": True,
+        } | config_fields
+    if family.sliding_window_default is not None:
+        config_fields = {"sliding_window": None} | config_fields
     config = AutoConfig.for_model(
         architecture,
         num_hidden_layers=layers,
@@ -73,7 +88,7 @@ def write_tiny_checkpoint(
         intermediate_size=ffn,
         vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta, **(rope_scaling or {})},
         tie_word_embeddings=tied,
         initializer_range=math.sqrt(2 / (5 * hidden)),
         **{**token_ids, **config_fields},

@@ -34,6 +34,7 @@ def save_and_go_on(model: str, directory: str, layouts: dict[str, dict]) -> dict
         for seed in (0, 1):
             update(engine, seed)
         engine.save(Path(directory) / name, 2, {"steps": 2, "note": name}, keep_last=1)
+        assert (Path(directory) / name / "step_0000002" / "config.json").is_file()
         records[name] = [update(engine, seed) for seed in (2, 3)]
         leave_model_parallel()
     return records

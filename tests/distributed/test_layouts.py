@@ -28,6 +28,11 @@ LAYOUTS = {
         "tp2_dp2_distributed_optimizer": {"parallel.tp": 2, "parallel.distributed_optimizer": True},
     },
 }
+MOE_LAYOUTS = {
+    "moe_dp2": {"parallel.distributed_optimizer": True},
+    "moe_tp2_sequence_parallel": {"parallel.tp": 2, "parallel.sequence_parallel": True},
+    "moe_pp2": {"parallel.pp": 2},
+}
 CASES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
 
 

@@ -46,6 +46,7 @@ def make_engine(model: str, **changes) -> Engine:
         tp=layout.tp,
         pp=layout.pp,
         vpp=layout.vpp,
+        ep=layout.ep,
         sequence_parallel=layout.sequence_parallel,
         timeout_minutes=2,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from itertools import product
 
 import torch
@@ -18,9 +19,11 @@ from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
 
 from megatron_stare.engine.device import current
-from megatron_stare.engine.model import transformer_config
+from megatron_stare.engine.model import rope_arguments, transformer_config
 from megatron_stare.engine.parallel import initialize
+from megatron_stare.errors import UserError
 from megatron_stare.weights import (
+    Exporter,
     HFConfig,
     global_parameters,
     iter_hf_weights,
@@ -32,16 +35,51 @@ from megatron_stare.weights import (
 PADDED_VOCAB = 512  # for a real one of 250: at TP 2 the second rank holds padding only
 
 
-def all_cases(checkpoints: dict[str, str], layouts: dict[str, dict], saved: str) -> dict[str, dict]:
-    """Every checkpoint in every layout; this rank's findings by "checkpoint/layout"."""
+def all_cases(checkpoints: dict[str, str], layouts: dict[str, dict]) -> dict[str, dict]:
+    """Every checkpoint in every layout that it can take; this rank's findings by "checkpoint/layout"."""
     found = {}
     for layout, sizes in layouts.items():
         parallel = initialize(current(), **sizes, timeout_minutes=2)
         for name, path in checkpoints.items():
-            found[f"{name}/{layout}"] = _case(path, parallel)
-        if layout == "tp2_pp2":
-            found["saved"] = {"wrote": _save(next(iter(checkpoints.values())), parallel, saved)}
+            if sizes.get("ep", 1) == 1 or read_hf_config(path).num_experts:
+                found[f"{name}/{layout}"] = _case(path, parallel)
         mpu.destroy_model_parallel()
+    return found
+
+
+def saves(source: str, root: str, world: dict) -> dict:
+    """What this rank sees of saves that succeed and of saves that must fail, all by the same ranks."""
+    parallel = initialize(current(), **world, timeout_minutes=2)
+    hf = read_hf_config(source)
+    models = _build(hf, parallel, torch.float32)
+    load_hf_weights(models, source, hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+
+    def attempt(name: str, *, like: str = source, **options) -> str:
+        exporter = Exporter(
+            models,
+            hf,
+            tp_rank=parallel.tp_rank,
+            tp_size=parallel.tp_size,
+            dtype=options.pop("dtype", None),
+        )
+        try:
+            save_hf(f"{root}/{name}", exporter, like, **options)
+        except UserError as error:
+            return str(error)
+        return "saved"
+
+    found = {
+        "one_file": attempt("one_file", card="# A card\n"),
+        "sharded": attempt("sharded", dtype=torch.bfloat16, max_shard_bytes=50_000),
+        "existing": attempt("one_file"),
+        "no_config": attempt("no_config", like=root),
+        "no_room": attempt("a_file/out"),
+    }
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if parallel.rank == dist.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # this rank's disk is full
+    found["disk_full"] = attempt("disk_full", max_shard_bytes=50_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return found
 
 
@@ -60,7 +98,9 @@ def _case(path: str, parallel) -> dict:
 def _build(hf: HFConfig, parallel, dtype: torch.dtype) -> list[torch.nn.Module]:
     """Chunks filled with NaN, so that a number which no one loads is seen; wrapped as in training."""
     config = transformer_config(hf, parallel, current(), dtype=dtype)
-    spec = get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=hf.num_experts or None, qk_layernorm=hf.qk_norm, normalization="RMSNorm"
+    )
     models = []
     for stage in range(parallel.vpp_size or 1):
         where = {"vp_stage": stage if parallel.vpp_size else None, "ignore_virtual": not parallel.vpp_size}
@@ -73,27 +113,20 @@ def _build(hf: HFConfig, parallel, dtype: torch.dtype) -> list[torch.nn.Module]:
             post_process=mpu.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=hf.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=hf.rope_theta,
             vp_stage=where["vp_stage"],
+            **rope_arguments(hf),
         )
         if dtype == torch.bfloat16:
             model = Float16Module(config, model)
             model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
-        models.append(model)
+        models.append(model.eval())
     return models
 
 
 def _export(models, hf: HFConfig, path: str, parallel) -> dict:
-    exported = iter_hf_weights(
-        models,
-        hf,
-        tp_group=parallel.tp_group,
-        pp_group=parallel.pp_group,
-        participate=parallel.dp_rank == 0,
-    )
-    items = list(exported)
+    items = list(iter_hf_weights(models, hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size))
     result = {"names": [name for name, _ in items], "whole": sum(t is not None for _, t in items)}
     if parallel.rank == 0:
         stored = load_file(f"{path}/model.safetensors")
@@ -103,21 +136,6 @@ def _export(models, hf: HFConfig, path: str, parallel) -> dict:
         )
         result["aliases"] = sum(t.data_ptr() in own for _, t in items)
     return result
-
-
-def _save(path: str, parallel, directory: str) -> bool:
-    hf = read_hf_config(path)
-    models = _build(hf, parallel, torch.float32)
-    load_hf_weights(models, path, hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-    tensors = iter_hf_weights(
-        models,
-        hf,
-        tp_group=parallel.tp_group,
-        pp_group=parallel.pp_group,
-        participate=parallel.dp_rank == 0,
-        dtype=torch.bfloat16,
-    )
-    return save_hf(directory, tensors, path, max_shard_bytes=100_000)
 
 
 @torch.no_grad()

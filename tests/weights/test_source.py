@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_stare.errors import UserError
-from megatron_stare.weights import load_hf_weights, read_hf_config, save_hf, write_tiny_checkpoint
+from megatron_stare.weights import load_hf_weights, read_hf_config, write_tiny_checkpoint
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,8 +23,8 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def sharded(tmp_path, checkpoint):
-    tensors = load_file(checkpoint / SINGLE)
-    save_hf(tmp_path / "sharded", tensors.items(), checkpoint, max_shard_bytes=80_000)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="80KB")
     return tmp_path / "sharded"
 
 
