@@ -77,7 +77,7 @@ def dequantize_blockwise(values: Tensor, scale_inv: Tensor, dtype: torch.dtype =
     """
     if values.dim() != 2 or tuple(scale_inv.shape) != scale_shape(values.shape):
         raise ValueError(
-            f"scales {list(scale_inv.shape)} do not belong to values {list(values.shape)} in blocks of {BLOCK}"
+            f"scales {list(scale_inv.shape)} do not fit values {list(values.shape)} in blocks of {BLOCK}"
         )
     weight = torch.empty(values.shape, dtype=dtype, device=values.device)
     for rows, blocks in _chunks(values.shape):

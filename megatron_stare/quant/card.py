@@ -25,7 +25,7 @@ def model_card(
     difference: Difference | None,
     serving: str,
 ) -> str:
-    """README.md: what the checkpoint was made from and how, how large it is, how far off. No date, no path."""
+    """README.md: what the checkpoint was made from and how, its size, how far off it is. No date, no path."""
     dtype = str(source.dtype).removeprefix("torch.")
     lines = [
         f"# {source.directory.resolve().name}, {quant}",
@@ -49,7 +49,7 @@ def model_card(
         lines += [
             f"- Log-probs against the source's, over {difference.tokens} tokens, FP8 arithmetic emulated in "
             f"float32: mean difference {difference.mean:.4g} nats, largest {difference.largest:.4g}",
-            f"- Mean log-prob a token: {difference.source_mean:.4f} before, {difference.export_mean:.4f} after",
+            f"- Mean log-prob a token: {difference.source_mean:.4f}, then {difference.export_mean:.4f}",
         ]
     if serving:
         lines.append(f"- Serving: {serving}")

@@ -39,7 +39,9 @@ class Difference:
     export_mean: float
 
 
-def check_tensors(source: Source, directory: Path, advance: Callable[[int], None] = lambda done: None) -> None:
+def check_tensors(
+    source: Source, directory: Path, advance: Callable[[int], None] = lambda done: None
+) -> None:
     """Compare every stored tensor with its source: as far off as FP8 rounding can bring it, and no further.
 
     Raises:

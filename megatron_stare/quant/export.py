@@ -31,7 +31,7 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: bytes of the weights, the same in bfloat16, seconds, and the difference if checked."""
+    """What was written: bytes of the weights (in bfloat16: …), seconds, and the difference if checked."""
 
     nbytes: int
     bf16_bytes: int

@@ -158,12 +158,12 @@ def load_emulated(directory: str | Path) -> PreTrainedModel:
     Raises:
         UserError: see `Fp8Checkpoint`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     checkpoint = Fp8Checkpoint(directory)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     del config.quantization_config
-    model = AutoModelForCausalLM.from_pretrained(
+    model = getattr(transformers, checkpoint.config.architecture).from_pretrained(
         None, config=config, state_dict=dict(checkpoint.served_weights()), dtype=torch.float32
     )
     rounding = checkpoint.activation_rounding()

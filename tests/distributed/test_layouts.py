@@ -30,7 +30,6 @@ LAYOUTS = {
 }
 MOE_LAYOUTS = {
     "moe_dp2": {"parallel.distributed_optimizer": True},
-    "moe_tp2_sequence_parallel": {"parallel.tp": 2, "parallel.sequence_parallel": True},
     "moe_pp2": {"parallel.pp": 2},
 }
 CASES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
@@ -40,12 +39,14 @@ CASES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts
 def results(tmp_path_factory):
     """Records and parameters by layout; the ranks of each world size are started once."""
     root = tmp_path_factory.mktemp("layouts")
-    model = root / "model"
-    write_tiny_checkpoint(model, layers=4, vocab_size=50)
+    dense, moe = root / "dense", root / "moe"
+    write_tiny_checkpoint(dense, layers=4, vocab_size=50)
+    write_tiny_checkpoint(moe, architecture="qwen3_moe", layers=4, vocab_size=50, ffn=32)
+    extra = {1: {"one": {}}, 2: {"gate_closed": CLOSED, "stare_off": OFF, "bfloat16": BF16}}
+    runs = [(size, dense, extra.get(size, {}) | layouts) for size, layouts in LAYOUTS.items()]
+    runs += [(1, moe, {"moe_one": {}}), (2, moe, MOE_LAYOUTS)]
     found = {}
-    for world_size, layouts in LAYOUTS.items():
-        extra = {1: {"one": {}}, 2: {"gate_closed": CLOSED, "stare_off": OFF, "bfloat16": BF16}}
-        wanted = extra.get(world_size, {}) | layouts
+    for world_size, model, wanted in runs:
         arguments = {"model": str(model), "out": str(root), "layouts": wanted}
         ranks = run_ranks(TARGET, world_size, arguments)
         assert all(record == ranks[0] for record in ranks), "ranks disagree on a loss, norm or entropy"
@@ -56,14 +57,22 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_layout_equals_one_process(results, ranks, name):
-    expected, parameters = results["one"]
-    record, tensors = results[name]
+    _assert_equal(results[name], results["one"])
+
+
+def _assert_equal(found, wanted):
+    (record, tensors), (expected, parameters) = found, wanted
     for quantity, values in expected.items():
         assert record[quantity] == pytest.approx(values, rel=1e-5, abs=1e-7), quantity
     assert tensors.keys() == parameters.keys()
     for key, tensor in tensors.items():
         change = (tensor - parameters[key]).norm() / parameters[key].norm()
         assert change <= 1e-5, f"{key}: relative difference {change:.1e}"
+
+
+@pytest.mark.parametrize("name", MOE_LAYOUTS)
+def test_layout_of_experts_equals_one_process(results, name):
+    _assert_equal(results[name], results["moe_one"])
 
 
 def test_three_updates_moved_the_parameters(results):
