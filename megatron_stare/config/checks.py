@@ -7,6 +7,7 @@ them in one go. Heavy packages are imported only by the checks that need them.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -178,6 +179,7 @@ def _check_rollout(config: Config) -> Iterator[str]:
     for url in rollout.endpoints:
         if not url.startswith(("http://", "https://")):
             yield f"rollout.endpoints={url}: must be a URL, like http://10.0.0.1:30000"
+    yield from _check_wire(config)
     if rollout.endpoints:
         return
     if importlib.util.find_spec("sglang") is None:
@@ -189,6 +191,25 @@ def _check_rollout(config: Config) -> Iterator[str]:
         yield "rollout.router=true: the package sglang-router is not installed; install it, or use false"
     if rollout.port is not None and (reason := _port_problem(rollout.host, rollout.port)):
         yield f"rollout.port={rollout.port}: {reason} on {rollout.host}; use another, or null for a free one"
+
+
+def _check_wire(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    file = Path(rollout.model_path or config.model.path) / "config.json"
+    if rollout.model_path is not None and not file.is_file():
+        yield f"rollout.model_path={rollout.model_path}: is not a Hugging Face directory (no config.json)"
+    if rollout.wire == "trainer" or not file.is_file():
+        return
+    import torch
+
+    if not torch.cuda.is_available() and not rollout.endpoints:
+        yield "rollout.wire=fp8_blockwise: SGLang's FP8 needs a GPU, and none is here; allowed: trainer"
+    quantisation = json.loads(file.read_text(encoding="utf-8")).get("quantization_config") or {}
+    if quantisation.get("weight_block_size") != [128, 128]:
+        yield (
+            f"rollout.wire=fp8_blockwise: the servers' model {file.parent} is not block-wise FP8; "
+            "make one with `megatron-stare export --quant fp8_blockwise` and name it in rollout.model_path"
+        )
 
 
 def _port_problem(host: str, port: int) -> str | None:

@@ -181,7 +181,11 @@ class RolloutSection(Section):
     max_total_tokens: int | None = Field(None, ge=1, description="KV cache of a server, in tokens")
     memory_fraction: float = Field(0.8, gt=0, lt=1, description="share of a GPU's memory for a server")
     threads: int = Field(1, ge=1, description="CPU threads of a server")
+    model_path: str | None = Field(None, description="model that servers start with; default: model.path")
     sync: Literal["distributed", "disk"] = "distributed"
+    wire: Literal["trainer", "fp8_blockwise"] = Field(
+        "trainer", description="form of the weights that servers get; fp8_blockwise needs such a model_path"
+    )
     bucket_mb: int = Field(512, ge=1, description="largest piece of a distributed weight update")
     start_timeout: float = Field(600.0, gt=0, description="seconds until a server must be ready")
     request_timeout: float = Field(1800.0, gt=0, description="seconds until a request must be answered")

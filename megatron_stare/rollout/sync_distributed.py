@@ -36,6 +36,7 @@ class DistributedPublisher(Publisher):
     ) -> None:
         super().__init__(rollout, endpoints)
         self._backend = backend
+        self._buffers = _Buffers()
         self._name = ""
         self._group: dist.ProcessGroup | None = None
         self._sessions = True  # whether the servers know begin_weight_update (SGLang 0.5.9 does not)
@@ -49,7 +50,7 @@ class DistributedPublisher(Publisher):
                 self._connect()
             self._begin()
             for bucket in buckets(named_tensors, self._rollout.bucket_mb << 20):
-                flat = _flatten(bucket)  # while the one before is on its way
+                flat = self._buffers.flatten(bucket)  # while the one before is on its way
                 if sending is not None:
                     sending.wait()
                 sending = self._broadcast(*flat)
@@ -230,17 +231,38 @@ class _Sending:
             ) from error
 
 
-def _flatten(bucket: Bucket) -> tuple[torch.Tensor, list[str], list[str], list[list[int]]]:
-    """All of a bucket as bytes, with names, dtypes and shapes.
+class _Buffers:
+    """Two flat buffers, filled in turn: one is on its way while the next is filled.
 
-    Wide dtypes first: then each tensor starts at a multiple of its element size, which SGLang demands.
+    They are kept from one publish to the next. Fresh memory for each bucket would cost more than the copying,
+    because the system clears it page by page.
     """
-    ordered = sorted(bucket, key=lambda item: -item[1].element_size())
-    flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
-    names = [name for name, _ in ordered]
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered]
-    shapes = [list(tensor.shape) for _, tensor in ordered]
-    return flat, names, dtypes, shapes
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor | None] = [None, None]
+
+    def flatten(self, bucket: Bucket) -> tuple[torch.Tensor, list[str], list[str], list[list[int]]]:
+        """All of a bucket as bytes, with names, dtypes and shapes; valid until the call after the next.
+
+        Wide dtypes first: then each tensor starts at a multiple of its element size, which SGLang demands.
+        """
+        ordered = sorted(bucket, key=lambda item: -item[1].element_size())
+        flat = self._take(sum(tensor.nbytes for _, tensor in ordered), ordered[0][1].device)
+        start = 0
+        for _, tensor in ordered:
+            flat[start : start + tensor.nbytes].copy_(tensor.detach().reshape(-1).view(torch.uint8))
+            start += tensor.nbytes
+        names = [name for name, _ in ordered]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered]
+        shapes = [list(tensor.shape) for _, tensor in ordered]
+        return flat, names, dtypes, shapes
+
+    def _take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        buffer = self._buffers.pop(0)
+        if buffer is None or buffer.numel() < nbytes or buffer.device != device:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._buffers.append(buffer)
+        return buffer[:nbytes]
 
 
 def _close_group(holder: list[dist.ProcessGroup | None]) -> None:

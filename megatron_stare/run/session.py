@@ -16,6 +16,7 @@ from megatron_stare.engine.batch import Microbatch
 from megatron_stare.engine.engine import Engine
 from megatron_stare.engine.step import Signals, UpdateStats
 from megatron_stare.errors import Preempted
+from megatron_stare.quant.wire import fp8_weights
 from megatron_stare.report import Reporter
 from megatron_stare.run import policy
 from megatron_stare.run.card import model_card
@@ -92,6 +93,8 @@ class Session:
         self._version += 1
         with self._timed("publish", "publishing"):
             weights = self.engine.hf_weights()
+            if self.config.rollout.wire == "fp8_blockwise":
+                weights = fp8_weights(weights, self.engine.hf)
             if self.publisher:
                 self.publisher.publish(weights, self._version)
             else:

@@ -54,7 +54,7 @@ def train(config: Config) -> int:
     files = RunFiles.of(config)
     _prepare(config, files)
     stop = StopRequest()
-    fleet = ServerFleet(config.rollout, config.model.path, config.model.dtype, files.root, config.run.seed)
+    fleet = _fleet(config, files)
     ranks: Child | None = None
     with stop.listening():
         try:
@@ -85,10 +85,15 @@ def train(config: Config) -> int:
             files.stop_request.unlink(missing_ok=True)
 
 
+def _fleet(config: Config, files: RunFiles) -> ServerFleet:
+    model = config.rollout.model_path or config.model.path
+    return ServerFleet(config.rollout, model, config.model.dtype, files.root, config.run.seed)
+
+
 def serve(config: Config) -> int:
     """Start the servers and the router of `config`, print where they are, and keep them until a signal."""
     files = RunFiles.of(config)
-    fleet = ServerFleet(config.rollout, config.model.path, config.model.dtype, files.root, config.run.seed)
+    fleet = _fleet(config, files)
     stop = StopRequest()
     with stop.listening():
         try:

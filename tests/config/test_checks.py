@@ -73,6 +73,12 @@ def test_all_problems_are_raised_together(config):
         (["rollout.context_length=2048"], 1, "context_length=2048: the model knows positions up to 1024"),
         (["rollout.tp=3"], 1, "rollout.tp=3: does not divide the model's 4 attention heads"),
         (["rollout.endpoints=[localhost:30000]"], 1, "rollout.endpoints=localhost:30000: must be a URL"),
+        (["rollout.model_path=nowhere"], 1, "rollout.model_path=nowhere: is not a Hugging Face directory"),
+        (
+            ["rollout.wire=fp8_blockwise", "rollout.endpoints=[http://127.0.0.1:1]"],
+            1,
+            "is not block-wise FP8; make one with `megatron-stare export --quant fp8_blockwise`",
+        ),
         (["model.path=nowhere"], 1, "model.path=nowhere: model directory nowhere does not exist"),
         (["task.source=no.jsonl"], 1, "task.source=no.jsonl"),
         (["task.source=no_such_module:rows"], 1, "no module named 'no_such_module'"),
@@ -84,6 +90,13 @@ def test_all_problems_are_raised_together(config):
 )
 def test_what_cannot_run_is_one_line_that_names_the_key(config, overrides, world_size, expected):
     assert expected in the_problem(config(*overrides), world_size)
+
+
+def test_experts_with_tensor_parallelism_are_refused(config, tmp_path):
+    moe = write_tiny_checkpoint(tmp_path / "moe", architecture="qwen3_moe", vocab_size=16)
+    sums.write_tokenizer(moe)
+    problem = the_problem(config(f"model.path={moe}", "parallel.tp=2"), 2)
+    assert "parallel.tp=2: a model with experts needs expert parallelism beside it" in problem
 
 
 def test_a_broken_line_of_the_dataset_is_named(config, tmp_path):

@@ -118,6 +118,7 @@ def test_sigterm_saves_and_a_resumed_run_goes_on_in_another_layout(tmp_path, tin
             "parallel.tp=1",
             "parallel.world_size=2",
             "checkpoint.hf_at_end=true",
+            f"checkpoint.hf_every={done + 1}",
         )
     )
     assert code == 0, output
@@ -127,6 +128,9 @@ def test_sigterm_saves_and_a_resumed_run_goes_on_in_another_layout(tmp_path, tin
     # The sampler's and the trainer's log-probs of the same tokens, after syncs by both methods.
     assert max(row["sampler_gap/max"] for row in rows) < 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    (export,) = (tmp_path / "run" / "hf-steps").iterdir()
+    assert export.name == f"step_{done + 1:07d}"
+    assert f"after {done + 1} of {done + 2} steps" in (export / "README.md").read_text()
     assert (tmp_path / "run" / "entropy.png").is_file()
 
 
