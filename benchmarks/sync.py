@@ -105,7 +105,7 @@ def _copy(scratch: Path, nbytes: int) -> Any:
     source.write_bytes(os.urandom(nbytes))
 
     def copy() -> None:
-        # To the memory of the operating system and back, as a weight update by disk: neither waits for the disk.
+        # Into the system's file cache, as a weight update by disk: neither waits for the disk.
         shutil.copyfile(source, scratch / "copy")
 
     return copy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,19 @@ class Report:
     bf16_bytes: int
     seconds: float
     difference: Difference | None
-    warnings: tuple[str, ...]
+
+    def summary(self, target: str | Path) -> str:
+        """The lines that the command prints."""
+        share = self.nbytes / self.bf16_bytes
+        lines = [f"wrote {target}: {self.nbytes / 1e6:.1f} MB, {share:.3f} of bfloat16, {self.seconds:.0f} s"]
+        if self.difference is None:
+            lines.append("not compared with its source (--no-verify)")
+        else:
+            lines.append(
+                f"log-probs against the source over {self.difference.tokens} tokens: mean difference "
+                f"{self.difference.mean:.4f} nats, largest {self.difference.largest:.4f}"
+            )
+        return "\n".join(lines)
 
 
 def export_fp8(
@@ -73,6 +86,8 @@ def export_fp8(
     check_disk(Path(target), expected)
     data = read_calibration(calibration, opened.directory, samples) if calibration is not None else None
     serving, served = describe(opened.config) if quant == "fp8_blockwise" else ("", True)
+    if not served:
+        print(f"warning: {serving}", file=sys.stderr)
     try:
         with staged_directory(target) as stage:
             _write(opened, stage, quant, data, expected)
@@ -83,8 +98,7 @@ def export_fp8(
     except OSError as error:
         raise UserError(f"cannot write {target}: {error}") from error
     seconds = time.monotonic() - started
-    warnings = () if served else (serving,)
-    return Report(nbytes, bf16_bytes(opened), seconds, difference, warnings)
+    return Report(nbytes, bf16_bytes(opened), seconds, difference)
 
 
 def check_disk(target: Path, expected: int) -> None:

@@ -46,7 +46,7 @@ def write_modelopt(
         UserError: a weight, or an activation of a sample, is NaN or infinite.
     """
     _check_finite(source)
-    with _quiet() as said:
+    with _quiet() as said, _without_megatron():
         try:
             _quantise(source, directory, samples, advance)
         except UserError:
@@ -61,11 +61,9 @@ def write_modelopt(
 def _quantise(
     source: Source, directory: Path, samples: Sequence[Sequence[int]], advance: Callable[[int], None]
 ) -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
-
-    with _without_megatron():
-        import modelopt.torch.quantization as mtq
-        from modelopt.torch.export import export_hf_checkpoint
 
     model = AutoModelForCausalLM.from_pretrained(source.directory, dtype=source.dtype, local_files_only=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,12 +104,16 @@ def _quiet() -> Iterator[io.StringIO]:
 
 @contextlib.contextmanager
 def _without_megatron() -> Iterator[None]:
-    """ModelOpt imports Megatron where it is installed: seconds, and warnings, for plugins not used here."""
-    hidden = "megatron" not in sys.modules
-    if hidden:
-        sys.modules["megatron"] = None  # type: ignore[assignment]
+    """ModelOpt imports Megatron where it is installed, and patches it: slow, noisy, and not needed here.
+
+    Calibration tries it again: to be in force until the export is done.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "megatron"}
+    for name in hidden:
+        del sys.modules[name]
+    sys.modules["megatron"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        if hidden:
-            del sys.modules["megatron"]
+        del sys.modules["megatron"]
+        sys.modules.update(hidden)

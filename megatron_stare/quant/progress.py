@@ -1,4 +1,4 @@
-"""Progress bars on stderr, gone when they are done."""
+"""Progress bars on stderr, gone when they are done; none where it is not a terminal."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def progress_bar(description: str, total: int, *, in_bytes: bool = False) -> Ite
     # The stream of this moment: ModelOpt's messages are kept off the console by redirecting sys.stderr.
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)

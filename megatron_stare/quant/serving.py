@@ -48,6 +48,6 @@ def describe(config: HFConfig) -> tuple[str, bool]:
     why = "; ".join(obstacles(config, 1))
     return (
         f"SGLang {SGLANG} refuses block-wise FP8 of this model at any tp: it needs multiples of {BLOCK}, "
-        f"and this has {why}. `--quant fp8` has no such rule",
+        f"and this has {why} (transformers misreads partial blocks, too). --quant fp8 has no such rule",
         False,
     )

@@ -171,6 +171,9 @@ class ServerFleet:
                     # Id 0 is in every vocabulary.
                     first = {"input_ids": [0], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
                     endpoints.require(url, "/generate", first, timeout=max(1.0, deadline - time.monotonic()))
+                    # What is alive now stays: without this Python's collector goes through all of it again
+                    # and again, for a quarter of a small model's time. Older servers do not know the call.
+                    endpoints.call(url, "/freeze_gc", {}, timeout=60.0)
                     del waiting[index]
                     ready = len(endpoints.servers) - len(waiting)
                     say(f"server {index} ready ({ready} of {len(endpoints.servers)})")
