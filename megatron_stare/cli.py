@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from megatron_stare import __version__
 from megatron_stare.errors import Preempted, UserError
+from megatron_stare.run.convert_options import convert_options, inspect_options
 
 DONE, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75
 
@@ -69,6 +71,45 @@ def quickstart(overrides: tuple[str, ...], directory: Path, seed: int) -> int:
     from megatron_stare.run.quickstart import quickstart as start
 
     return start(directory.resolve(), seed, list(overrides))
+
+
+@app.command()
+@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--quant", type=click.Choice(["fp8", "fp8_blockwise"]), required=True,
+              help="fp8: ModelOpt, per tensor, calibrated. fp8_blockwise: blocks of 128 x 128.")
+@click.option("--calibration", metavar="DATA", help="Prompts: a .jsonl or .parquet file. fp8 needs them.")
+@click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True,
+              help="Rows of DATA to calibrate on.")
+@click.option("--verify/--no-verify", default=True, help="Compare the result with SRC before publishing it.")
+@click.option("--limit", type=click.FloatRange(min=0, min_open=True), default=0.5, show_default=True,
+              help="Largest mean difference of log-probs that is published, in nats.")
+def export(source: Path, target: Path, **options: Any) -> None:
+    """Quantise the Hugging Face checkpoint SRC to FP8, into the new directory OUT."""
+    from megatron_stare.quant import export_fp8
+
+    click.echo(export_fp8(source, target, **options).summary(target))
+
+
+@app.command()
+@convert_options
+def convert(**options: Any) -> None:
+    """Convert the checkpoint SRC into the new directory OUT, Hugging Face to Megatron or back.
+
+    SRC is a Hugging Face directory, a Megatron distributed checkpoint, or the directory of a run.
+    """
+    from megatron_stare.run.convert import convert as start
+
+    start(**options)
+
+
+@app.command()
+@inspect_options
+def inspect(**options: Any) -> int:
+    """Show what the checkpoint at PATH holds, and check it. Exit code 1 if a check fails."""
+    from megatron_stare.run.convert import inspect as start
+
+    return DONE if start(**options) else FAILED
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
