@@ -3,110 +3,54 @@
 H is the mean full-vocabulary entropy, in nats, of the tokens of the global
 batch under the policy at the start of the step.
 
-The *mode* decides whether reweighting is on in a step; the *schedule* moves W
-and M from step to step. The two are independent: a schedule goes on moving
-while the gate is closed.
+The *mode* decides how strongly the rule is applied in a step; the *schedule*
+moves the rule's W and M from step to step. The two are independent: a schedule
+goes on moving while the gate is closed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass
 
+from megatron_stare.stare.gate_config import GateConfig
 from megatron_stare.stare.reweight import ReweightRule
-
-_MODES = ("target", "off")
-_SCHEDULES = ("fixed", "sign", "pi")
-
-
-@dataclass(frozen=True)
-class GateConfig:
-    """Settings of an `EntropyGate`. Defaults are the paper's.
-
-    Args:
-        mode: "target": reweight in steps with H < target_entropy; "off": in every step.
-        schedule: "fixed": W and M are the rule's.
-            "sign" (the paper's adaptive weights): W and M start as the rule's and move by
-            alpha a step, apart while H is below target, together while it is above.
-            "pi" (ours): with the relative error e = 1 - Hs / target_entropy of the smoothed
-            entropy Hs, u = kp * e + ki * (sum of e), W = exp(u), M = exp(-u); the rule's own
-            W and M are not used. It reaches W = 1 by itself where no push is needed, so it
-            is meant for mode "off".
-        rule: "o1" leaves M at 1 whatever the schedule; rules without W and M need "fixed".
-        target_entropy: nats, above 0.
-        alpha: step of "sign".
-        W_max, M_min: clips of "sign" and "pi"; "pi" keeps u in [0, ln W_max].
-        kp, ki: gains of "pi", per relative error, and per relative error and step.
-        smoothing: weight of the old value in Hs, in [0, 1).
-
-    Raises:
-        ValueError: a value out of range, by name.
-    """
-
-    mode: Literal["target", "off"] = "target"
-    schedule: Literal["fixed", "sign", "pi"] = "fixed"
-    rule: ReweightRule = field(default_factory=ReweightRule.o1)
-    target_entropy: float = 0.3
-    alpha: float = 0.01
-    W_max: float = 1.5
-    M_min: float = 0.5
-    kp: float = 4.0
-    ki: float = 0.5
-    smoothing: float = 0.7
-
-    def __post_init__(self) -> None:
-        _require(self.mode in _MODES, f"mode={self.mode!r} is none of {', '.join(_MODES)}")
-        known = ", ".join(_SCHEDULES)
-        _require(self.schedule in _SCHEDULES, f"schedule={self.schedule!r} is none of {known}")
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, (int, float)):
-                _require(math.isfinite(value), f"{entry.name}={value} is not finite")
-        _require(self.target_entropy > 0, f"target_entropy={self.target_entropy} is not above 0")
-        _require(self.alpha >= 0, f"alpha={self.alpha} is negative")
-        _require(self.W_max >= 1, f"W_max={self.W_max} is below 1")
-        _require(0 < self.M_min <= 1, f"M_min={self.M_min} is not in (0, 1]")
-        _require(self.kp >= 0 and self.ki >= 0, f"kp={self.kp}, ki={self.ki}: gains must not be negative")
-        _require(0 <= self.smoothing < 1, f"smoothing={self.smoothing} is not in [0, 1)")
-        if self.schedule == "fixed":
-            return
-        rule = self.rule
-        rule.with_strength(rule.high_positive, rule.high_negative)  # refuses rules that have no W and M
-        if self.schedule == "pi":
-            _require(self.kp + self.ki > 0, "kp=0, ki=0: schedule 'pi' would never move")
-        else:
-            W, M = rule.high_positive, rule.high_negative
-            _require(1 <= W <= self.W_max, f"the rule's W={W} is not in [1, W_max={self.W_max}]")
-            _require(self.M_min <= M <= 1, f"the rule's M={M} is not in [M_min={self.M_min}, 1]")
+from megatron_stare.stare.schedule import pi_step, sign_step
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """What the gate says about one step.
+    """What the gate says about one step: a token's advantage is advantage_factor * w * A.
 
-    `rule` is None where reweighting would change nothing: the gate is closed, or
-    every weight is 1. The step is then plain GRPO, bit for bit.
+    `rule` gives w. It is None where reweighting would change nothing: the gate is
+    closed, or every weight is 1. If `advantage_factor` is 1 as well (it always is
+    but in mode "band"), the step is plain GRPO, bit for bit.
     """
 
     rule: ReweightRule | None
-    open: bool
-    W: float
+    open: bool  # intensity > 0
+    W: float  # the schedule's; the rule's own weight is 1 + intensity * (W - 1)
     M: float
     entropy: float  # as given, also NaN
     smoothed_entropy: float  # NaN until a finite entropy was seen
-    target_entropy: float
+    target_entropy: float  # NaN while "auto" is still measuring
     nonfinite: int  # how many NaN or infinite entropies so far
+    intensity: float = 0.0  # lambda, in [0, 1]
+    advantage_factor: float = 1.0  # g, multiplies every advantage of the step
+    measuring: bool = False  # is the target of "auto" still unknown?
 
     def metrics(self) -> dict[str, float]:
         """Figures for the log; all finite."""
         figures = {
             "stare/open": float(self.open),
+            "stare/intensity": self.intensity,
+            "stare/advantage_factor": self.advantage_factor,
             "stare/W": self.W,
             "stare/M": self.M,
             "stare/target_entropy": self.target_entropy,
             "stare/smoothed_entropy": self.smoothed_entropy,
             "stare/nonfinite_entropy": float(self.nonfinite),
+            "stare/measuring_target": float(self.measuring),
         }
         return {name: value for name, value in figures.items() if math.isfinite(value)}
 
@@ -123,18 +67,36 @@ class EntropyGate:
         rule = config.rule
         self._W = rule.high_positive if config.schedule != "pi" else 1.0
         self._M = rule.high_negative if config.schedule != "pi" else 1.0
-        self._open = config.mode == "off"
+        self._intensity = 1.0 if config.mode == "off" and not config.is_auto else 0.0
+        self._factor = 1.0
         self._integral = 0.0
         self._smoothed = 0.0  # meaningless until _finite > 0
         self._finite = 0
         self._nonfinite = 0
+        self._measured = 0  # steps that "auto" has seen, at most auto_steps
+        self._start_sum = 0.0  # of their entropies
+
+    @property
+    def target_entropy(self) -> float:
+        """Nats; NaN while "auto" is still measuring."""
+        config = self.config
+        if not config.is_auto:
+            return float(config.target_entropy)
+        if self._measured < config.auto_steps:
+            return math.nan
+        return config.auto_fraction * self._start_sum / self._measured
 
     def update(self, entropy: float) -> GateDecision:
         """Take H of this step, move W and M, and decide.
 
         W and M move before they are used, by the entropy of the same step, as in the
         published code. A NaN or infinite H changes nothing: the last decision stands
-        (before the first finite one: closed, or open for mode "off"), and it is counted.
+        (before the first finite one: closed, or open for mode "off" with a target that
+        is a number), and it is counted.
+
+        Raises:
+            ValueError: the starting entropy that "auto" measured is not above 0, or gives
+                a target that the schedule cannot hold in the band of the config.
         """
         entropy = float(entropy)
         if math.isfinite(entropy):
@@ -150,7 +112,9 @@ class EntropyGate:
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Continue from `state_dict()`. ValueError names missing and unknown entries.
 
-        A fixed schedule keeps the W and M of its own config.
+        A fixed schedule keeps the W and M of its own config, a target that is a number
+        its own target. States written before the modes "intensity" and "band" existed
+        lack some entries and are refused.
         """
         missing, unknown = sorted(_STATE.keys() - state.keys()), sorted(state.keys() - _STATE.keys())
         if missing or unknown:
@@ -165,59 +129,78 @@ class EntropyGate:
         old = config.smoothing if self._finite else 0.0
         self._smoothed = old * self._smoothed + (1 - old) * entropy
         self._finite += 1
+        if config.is_auto and self._measured < config.auto_steps:
+            self._measure(entropy)  # the steps that are measured are not steered
+            return
+        self._move(entropy)
+        self._intensity, self._factor = self._strength(entropy)
+
+    def _measure(self, entropy: float) -> None:
+        self._measured += 1
+        self._start_sum += entropy
+        if self._measured < self.config.auto_steps:
+            return
+        if self._start_sum <= 0:
+            mean = self._start_sum / self._measured
+            raise ValueError(
+                f"target_entropy='auto': the mean entropy of the first {self._measured} steps is {mean}, "
+                "so no fraction of it can be a target; give a number"
+            )
+        self.config.check_reach(self.target_entropy)
+
+    def _move(self, entropy: float) -> None:
+        config, target = self.config, self.target_entropy
         if config.schedule == "sign":
-            self._step_sign(entropy)
+            clips = {"alpha": config.alpha, "W_max": config.W_max, "M_min": config.M_min}
+            self._W, self._M = sign_step(self._W, self._M, target - entropy, **clips)
         elif config.schedule == "pi":
-            self._step_pi()
-        self._open = config.mode == "off" or entropy < config.target_entropy
+            error = (target - self._smoothed) / target
+            limit = math.log(config.W_max)
+            self._integral, u = pi_step(self._integral, error, kp=config.kp, ki=config.ki, limit=limit)
+            self._W, self._M = math.exp(u), max(config.M_min, math.exp(-u))
 
-    def _step_sign(self, entropy: float) -> None:
-        config = self.config
-        error = config.target_entropy - entropy
-        step = math.copysign(config.alpha, error) if error != 0 else 0.0
-        self._W = min(max(self._W + step, 1.0), config.W_max)
-        self._M = min(max(self._M - step, config.M_min), 1.0)
-
-    def _step_pi(self) -> None:
-        config = self.config
-        limit = math.log(config.W_max)
-        error = (config.target_entropy - self._smoothed) / config.target_entropy
-        wanted = config.kp * error + self._integral
-        # Anti-windup: while the output is clipped, an error that would push it further
-        # out is not collected, else it takes as long to come back as it took to get there.
-        if not ((wanted > limit and error > 0) or (wanted < 0 and error < 0)):
-            self._integral = min(max(self._integral + config.ki * error, 0.0), limit)
-        u = min(max(config.kp * error + self._integral, 0.0), limit)
-        self._W = math.exp(u)
-        self._M = max(config.M_min, math.exp(-u))
+    def _strength(self, entropy: float) -> tuple[float, float]:
+        """(lambda, g) for this entropy."""
+        config, target = self.config, self.target_entropy
+        if config.mode == "off":
+            return 1.0, 1.0
+        if config.mode == "target":
+            return float(entropy < target), 1.0
+        band = config.band(target)
+        if config.mode == "intensity":
+            return band.inside_fall(entropy), 1.0
+        return band.below(entropy), band.factor(entropy, config.g_min, config.g_max)
 
     def _decision(self, entropy: float) -> GateDecision:
         rule = self.config.rule
         if self.config.schedule != "fixed":
             rule = rule.with_strength(self._W, self._M)
+        applied = rule.with_intensity(self._intensity)
+        target = self.target_entropy
         return GateDecision(
-            rule=rule if self._open and not rule.is_identity else None,
-            open=bool(self._open),
+            rule=None if applied.is_identity else applied,
+            open=self._intensity > 0,
             W=rule.high_positive,
             M=rule.high_negative,
             entropy=entropy,
             smoothed_entropy=self._smoothed if self._finite else math.nan,
-            target_entropy=self.config.target_entropy,
+            target_entropy=target,
             nonfinite=self._nonfinite,
+            intensity=self._intensity,
+            advantage_factor=self._factor,
+            measuring=math.isnan(target),
         )
 
 
 _STATE: dict[str, type] = {
     "W": float,
     "M": float,
-    "open": int,
+    "intensity": float,
+    "factor": float,
     "integral": float,
     "smoothed": float,
     "finite": int,
     "nonfinite": int,
+    "measured": int,
+    "start_sum": float,
 }
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

@@ -14,7 +14,7 @@ one microbatch and one rank both agree.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -26,7 +26,7 @@ from megatron_stare.stare.quantile import kth_largest, order_bits, slices, value
 
 Pool = Literal["per_sign", "all"]
 
-_QUADRANTS = ("high_positive", "low_positive", "high_negative", "low_negative")
+QUADRANTS = ("high_positive", "low_positive", "high_negative", "low_negative")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ReweightRule:
     name: Literal["o1", "c2", "four_quadrant", "custom"] = "custom"
 
     def __post_init__(self) -> None:
-        for key in _QUADRANTS:
+        for key in QUADRANTS:
             weight = getattr(self, key)
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(f"{key}={weight}: a weight must be a finite number above 0")
@@ -97,7 +97,7 @@ class ReweightRule:
     @property
     def is_identity(self) -> bool:
         """True when every weight is 1: reweighting would change nothing."""
-        return all(getattr(self, key) == 1 for key in _QUADRANTS)
+        return all(getattr(self, key) == 1 for key in QUADRANTS)
 
     def with_strength(self, W: float, M: float) -> ReweightRule:
         """The same rule with other W and M; ValueError for rules that are not made of W and M."""
@@ -106,6 +106,14 @@ class ReweightRule:
         if self.name == "c2":
             return ReweightRule.c2(W, M, self.top_fraction)
         raise ValueError(f"the rule {self.name!r} has fixed weights; only 'o1' and 'c2' have W and M to move")
+
+    def with_intensity(self, intensity: float) -> ReweightRule:
+        """The same selection with every weight w faded to 1 + intensity * (w - 1); intensity in [0, 1]."""
+        if not 0 <= intensity <= 1:
+            raise ValueError(f"intensity={intensity} is not between 0 and 1")
+        if intensity == 1:
+            return self  # 1 + (w - 1) is not always w
+        return replace(self, **{key: 1 + intensity * (getattr(self, key) - 1) for key in QUADRANTS})
 
 
 @dataclass(frozen=True)
@@ -123,9 +131,12 @@ class Thresholds:
     k: Tensor  # int64: how many of them are high
     above: Tensor  # int64: tokens strictly above `value`
     tied: Tensor  # int64: tokens exactly at `value`, which share the k - above places left
+    at_value: Tensor | None = None  # float64: what `tie_share` says where `value` is not this step's quantile
 
     def tie_share(self) -> Tensor:
         """[S] float64 in [0, 1]: the part of the high weight that a token exactly at `value` gets."""
+        if self.at_value is not None:
+            return self.at_value
         return (self.k - self.above).double() / self.tied.clamp(min=1)
 
 
@@ -160,7 +171,7 @@ def surprisal_thresholds(
         ValueError: unequal shapes; or, on every rank alike, a masked token anywhere
             whose surprisal is NaN or negative, or whose advantage is not finite.
     """
-    _check_shapes(surprisal, advantage, mask)
+    check_shapes(surprisal, advantage, mask)
     s, a, m = surprisal.reshape(-1), advantage.reshape(-1), mask.reshape(-1)
 
     def members(part: slice) -> list[Tensor]:
@@ -173,7 +184,8 @@ def surprisal_thresholds(
         inside = m[part] != 0
         return {
             **value_faults(s[part], inside, "surprisal"),
-            "advantage is not finite": inside & ~a[part].isfinite(),
+            # Three times as fast as isfinite() on a CPU; false for NaN too.
+            "advantage is not finite": inside & ~(a[part].abs() < math.inf),
         }
 
     share = Fraction(repr(float(rule.top_fraction))).limit_denominator(10**9)  # products fit 64 bits
@@ -210,7 +222,7 @@ def token_weights(
     Raises:
         ValueError: as `surprisal_thresholds`; or thresholds made for another pool or fraction.
     """
-    _check_shapes(surprisal, advantage, mask)
+    check_shapes(surprisal, advantage, mask)
     if thresholds is None:
         thresholds = surprisal_thresholds(surprisal, advantage, mask, rule, group)
     elif (thresholds.pool, thresholds.top_fraction) != (rule.pool, rule.top_fraction):
@@ -228,7 +240,7 @@ def token_weights(
 
     weights = torch.ones(surprisal.numel(), dtype=torch.float32, device=surprisal.device)
     s, a, m = surprisal.reshape(-1), advantage.reshape(-1), mask.reshape(-1)
-    for part in slices(s.numel()):
+    for part in slices(s.numel(), s.device):
         bits, negative = order_bits(s[part]), (a[part] < 0).long()
         level = (bits >= limit[negative]).long() + (bits > limit[negative]).long()
         reweighted = (m[part] != 0) & (a[part] != 0)
@@ -244,7 +256,7 @@ def weight_sums(weights: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, T
     lowered: tokens with a weight above, below 1. weight: sum of weights.
     abs_advantage, weighted_abs_advantage: sums of |A| and of weight * |A|.
     """
-    _check_shapes(weights, advantage, mask)
+    check_shapes(weights, advantage, mask)
     inside = mask != 0
     size = torch.where(inside, advantage, 0).abs()
     sums = {
@@ -260,7 +272,18 @@ def weight_sums(weights: Tensor, advantage: Tensor, mask: Tensor) -> dict[str, T
     return {name: tensor.sum(dtype=torch.float64) for name, tensor in sums.items()}
 
 
-def _check_shapes(first: Tensor, advantage: Tensor, mask: Tensor) -> None:
+@torch.no_grad()
+def high_share(surprisal: Tensor, advantage: Tensor, thresholds: Thresholds) -> Tensor:
+    """How much each token is "high": 1 above its threshold, 0 below, `tie_share` exactly at it; float64."""
+    negative = (advantage < 0).long()
+    limit = order_bits(thresholds.value).expand(2)[negative]
+    bits = order_bits(surprisal)
+    tied = thresholds.tie_share().expand(2)[negative]
+    return torch.where(bits > limit, 1.0, torch.where(bits == limit, tied, 0.0))
+
+
+def check_shapes(first: Tensor, advantage: Tensor, mask: Tensor) -> None:
+    """ValueError unless all three are shaped alike."""
     if not first.shape == advantage.shape == mask.shape:
         raise ValueError(
             f"shapes differ: tokens {tuple(first.shape)}, advantage {tuple(advantage.shape)}, "

@@ -15,11 +15,26 @@ CONFIGS = [
     for mode in ("target", "off")
     for schedule in ("fixed", "sign", "pi")
 ]
-any_entropy = st.one_of(st.floats(0, 3), st.sampled_from([0.3, math.nan, math.inf, -math.inf]))
+BAND = {"H_min": 0.2, "H_max": 0.5}
+CONFIGS += [
+    GateConfig(mode="intensity", schedule=schedule, rule=C2, alpha=0.03)
+    for schedule in ("fixed", "sign", "pi")
+]
+CONFIGS += [
+    GateConfig(mode="band", rule=C2, **BAND),
+    GateConfig(mode="band", rule=C2, schedule="pi", target_entropy=0.15, **BAND),
+    GateConfig(rule=C2, target_entropy="auto", auto_steps=3),
+    GateConfig(rule=C2, mode="off", schedule="pi", target_entropy="auto", auto_steps=3),
+    GateConfig(rule=C2, mode="intensity", schedule="sign", target_entropy="auto", auto_steps=3),
+]
+any_entropy = st.one_of(st.floats(1e-3, 3), st.sampled_from([0.3, math.nan, math.inf, -math.inf]))
 
 
 def figures(decision) -> tuple:
-    return (decision.rule, decision.open, decision.W, decision.M, decision.nonfinite)
+    return (
+        decision.rule, decision.open, decision.W, decision.M, decision.intensity, decision.advantage_factor,
+        decision.nonfinite,
+    )  # fmt: skip
 
 
 def test_target_is_open_only_below_the_target() -> None:
@@ -50,7 +65,7 @@ def test_bounds_hold_and_bad_entropies_change_nothing(entropies: list[float], nu
         if math.isfinite(entropy):
             seen = without_bad.update(entropy)
         if seen is not None:
-            assert figures(decision)[:4] == figures(seen)[:4]
+            assert figures(decision)[:-1] == figures(seen)[:-1]
         assert 1 <= decision.W <= config.W_max + 1e-12
         assert config.M_min <= decision.M <= 1
         assert decision.nonfinite == with_bad.state_dict()["nonfinite"]
@@ -68,7 +83,11 @@ def test_before_the_first_finite_entropy(mode: str, is_open: bool) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(entropies=st.lists(any_entropy, max_size=20), at=st.integers(0, 20), number=st.integers(0, 5))
+@given(
+    entropies=st.lists(any_entropy, max_size=20),
+    at=st.integers(0, 20),
+    number=st.integers(0, len(CONFIGS) - 1),
+)
 def test_a_saved_and_loaded_gate_goes_on_as_if_nothing_had_happened(entropies, at: int, number: int) -> None:
     gate, resumed = EntropyGate(CONFIGS[number]), EntropyGate(CONFIGS[number])
     for entropy in entropies[:at]:
@@ -159,8 +178,143 @@ def test_o1_leaves_bad_responses_alone_under_every_schedule() -> None:
         ({"schedule": "sign", "rule": ReweightRule.o1(2.0)}, "W=2.0 is not in"),
         ({"schedule": "pi", "kp": 0.0, "ki": 0.0}, "would never move"),
         ({"schedule": "pi", "rule": ReweightRule.custom(high_positive=1.2)}, "custom"),
+        ({"target_entropy": "automatic"}, "neither a number nor 'auto'"),
+        ({"target_entropy": "auto", "auto_steps": 0}, "auto_steps=0"),
+        ({"target_entropy": "auto", "auto_fraction": 1.5}, "auto_fraction=1.5"),
+        ({"target_entropy": "auto", "mode": "off"}, "used by nothing: mode='off'"),
+        ({"target_entropy": "auto", "mode": "band", **BAND}, "used by nothing: mode='band' with its own"),
+        ({"mode": "band", "H_min": 0.2}, "give both or neither"),
+        ({"mode": "intensity", "H_min": 0.5, "H_max": 0.5}, "H_min=0.5, H_max=0.5"),
+        ({"mode": "band", "H_min": 0.0, "H_max": 0.5}, "H_min=0.0"),
+        ({"mode": "band", "g_min": 0.0}, "g_min=0.0"),
+        ({"mode": "band", "g_max": 0.9}, "g_max=0.9"),
+        ({"mode": "band", "ramp": 0.0}, "ramp=0.0"),
+        ({"mode": "band", "ramp": 0.3, **BAND}, "ramp=0.3 is above H_min=0.2"),
+        ({"mode": "band", "ramp": 0.1, "target_entropy": "auto"}, "ramp=0.1 needs an H_min"),
+        ({"mode": "band", "schedule": "sign"}, "reweights only below H_min, 0.667 of the target"),
+        ({"mode": "band", "schedule": "pi", "target_entropy": "auto"}, "only below H_min, 0.667 of"),
+        ({"mode": "intensity", "schedule": "pi", "target_entropy": 0.6, **BAND}, "only below H_max=0.5"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings_: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GateConfig(**settings_)
+
+
+def sweep(config: GateConfig, entropies) -> list:
+    """The decision of a fresh gate for each entropy."""
+    return [EntropyGate(config).update(entropy) for entropy in entropies]
+
+
+GRID = [i / 1000 for i in range(-50, 1501)]
+
+
+def largest_kink(values: list[float]) -> float:
+    """The largest change of slope between neighbours of the grid; about 1 where a slope jumps by 1."""
+    slopes = [(b - a) * 1000 for a, b in zip(values, values[1:], strict=False)]
+    return max(abs(b - a) for a, b in zip(slopes, slopes[1:], strict=False))
+
+
+def test_intensity_fades_the_rule_in_as_entropy_falls_through_the_band() -> None:
+    decisions = sweep(GateConfig(mode="intensity", rule=C2, **BAND), GRID)
+    strength = [decision.intensity for decision in decisions]
+    assert all(a >= b for a, b in zip(strength, strength[1:], strict=False))
+    assert largest_kink(strength) < 0.2  # a straight ramp over 0.3 nats would have 3.3
+    for entropy, decision in zip(GRID, decisions, strict=True):
+        assert decision.advantage_factor == 1.0
+        assert decision.open == (decision.intensity > 0)
+        if entropy <= 0.2:
+            assert decision.rule == C2  # to the bit
+        elif entropy >= 0.5:
+            assert decision.intensity == 0 and decision.rule is None
+        else:
+            assert 0 < decision.intensity < 1
+            assert decision.rule.high_positive == pytest.approx(1 + decision.intensity * 0.1)
+            assert decision.rule.high_negative == pytest.approx(1 - decision.intensity * 0.1)
+            assert (decision.rule.low_positive, decision.rule.top_fraction) == (1, C2.top_fraction)
+    assert sweep(GateConfig(mode="intensity", rule=C2, **BAND), [0.35])[0].intensity == pytest.approx(0.5)
+
+
+def test_intensity_does_not_chatter() -> None:
+    """Noise around the middle of the band moves the weights a little; the paper's gate throws them about."""
+    noisy = [0.35 + 0.01 * (-1) ** i for i in range(20)]
+
+    def jumps(config: GateConfig) -> float:
+        rules = [decision.rule or ReweightRule.c2(1.0, 1.0) for decision in sweep(config, noisy)]
+        return max(abs(a.high_positive - b.high_positive) for a, b in zip(rules, rules[1:], strict=False))
+
+    assert jumps(GateConfig(rule=C2, target_entropy=0.35)) == pytest.approx(0.1)
+    assert jumps(GateConfig(mode="intensity", rule=C2, **BAND)) < 0.011
+
+
+def test_intensity_fades_the_weights_that_the_schedule_reached() -> None:
+    config = GateConfig("intensity", "pi", C2, W_max=10.0, M_min=0.1, target_entropy=0.4, **BAND)
+    gate = EntropyGate(config)
+    decision = [gate.update(0.3) for _ in range(5)][-1]
+    assert 1.1 < decision.W < 10 and 0.2 < decision.intensity < 0.9
+    assert decision.rule.high_positive == pytest.approx(1 + decision.intensity * (decision.W - 1))
+    assert decision.rule.high_negative == pytest.approx(1 + decision.intensity * (decision.M - 1))
+
+
+def test_band_factor_has_its_shape() -> None:
+    config = GateConfig(mode="band", rule=C2, g_min=0.4, g_max=1.5, ramp=0.1, **BAND)
+    decisions = sweep(config, GRID)
+    g = [decision.advantage_factor for decision in decisions]
+    assert all(a <= b for a, b in zip(g, g[1:], strict=False))
+    assert largest_kink(g) < 0.4  # a straight ramp would have 6
+    for entropy, decision in zip(GRID, decisions, strict=True):
+        factor = decision.advantage_factor
+        if 0.2 <= entropy <= 0.5:
+            assert factor == 1.0 and decision.rule is None and not decision.open  # plain GRPO
+        elif entropy > 0.5:
+            assert (factor > 1 or entropy < 0.501) and decision.rule is None
+        else:
+            assert factor < 1 and decision.open
+        if entropy < 0.1 - 1e-9:
+            assert factor == pytest.approx(0.4) and decision.rule == C2
+        if entropy > 0.6 + 1e-9:
+            assert factor == pytest.approx(1.5)
+    assert sweep(config, [0.15, 0.55])[0].advantage_factor == pytest.approx(0.7)
+    assert sweep(config, [0.15, 0.55])[1].advantage_factor == pytest.approx(1.25)
+
+
+def test_a_band_lies_around_the_target_where_none_is_given() -> None:
+    band = GateConfig(mode="band", target_entropy=0.3).band(0.3)
+    assert (band.H_min, band.H_max, band.ramp) == pytest.approx((0.2, 0.5, 0.15))
+    assert GateConfig(mode="band", H_min=0.1, H_max=0.9).band(0.3).ramp == 0.1  # no entropy lies below 0
+
+
+@pytest.mark.parametrize("mode", ["target", "intensity", "band", "off"])
+def test_auto_measures_first_and_then_does_as_if_the_target_had_been_given(mode: str) -> None:
+    schedule = "pi" if mode == "off" else "fixed"
+    measuring = {"target_entropy": "auto", "auto_steps": 3, "auto_fraction": 0.25}
+    auto = GateConfig(mode, schedule, C2, smoothing=0.0, **measuring)
+    gate = EntropyGate(auto)
+    for entropy in (1.0, math.nan, 2.0, 3.0):
+        decision = gate.update(entropy)
+        assert decision.rule is None and not decision.open and decision.advantage_factor == 1
+    assert not decision.measuring and decision.target_entropy == pytest.approx(0.5)
+    given = EntropyGate(GateConfig(mode, schedule, C2, target_entropy=decision.target_entropy, smoothing=0.0))
+    for entropy in (0.6, 0.45, 0.3, 0.1, 0.9, 0.4):
+        assert figures(gate.update(entropy))[:-1] == figures(given.update(entropy))[:-1]
+
+
+def test_auto_shows_in_the_metrics() -> None:
+    gate = EntropyGate(GateConfig(target_entropy="auto", auto_steps=2))
+    first, second = gate.update(1.0).metrics(), gate.update(0.8).metrics()
+    assert first["stare/measuring_target"] == 1 and "stare/target_entropy" not in first
+    assert second["stare/measuring_target"] == 0 and second["stare/target_entropy"] == pytest.approx(0.45)
+
+
+def test_auto_refuses_a_start_without_entropy() -> None:
+    gate = EntropyGate(GateConfig(target_entropy="auto", auto_steps=2))
+    gate.update(0.0)
+    with pytest.raises(ValueError, match="first 2 steps is 0.0"):
+        gate.update(0.0)
+
+
+def test_auto_refuses_a_target_that_lies_outside_what_the_mode_reweights() -> None:
+    gate = EntropyGate(GateConfig("intensity", "pi", C2, "auto", auto_steps=2, **BAND))
+    gate.update(1.2)
+    with pytest.raises(ValueError, match=r"auto \(0.6\): .*only below H_max=0.5"):
+        gate.update(1.2)
