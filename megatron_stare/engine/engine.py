@@ -107,11 +107,11 @@ class Engine:
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The policy under Hugging Face's names, tensor by tensor: whole on rank 0, None elsewhere.
 
-        Every rank must exhaust the iterator.
+        Every rank must exhaust the iterator. The tensors may be the model's own memory: copy what is to
+        outlive the next update.
         """
-        return iter_hf_weights(
-            self.models, self.hf, tp_rank=self.parallel.tp_rank, tp_size=self.parallel.tp_size
-        )
+        tp_rank, tp_size = self.parallel.tp_rank, self.parallel.tp_size
+        return iter_hf_weights(self.models, self.hf, tp_rank=tp_rank, tp_size=tp_size, share=True)
 
     def save(self, directory: Path, steps: int, run_state: dict[str, Any], *, keep_last: int) -> Path:
         """Write a checkpoint after `steps` finished steps."""

@@ -36,8 +36,8 @@ class Publisher(abc.ABC):
     def __init__(self, rollout: RolloutSection, endpoints: Endpoints) -> None:
         self._rollout = rollout
         self._endpoints = endpoints
-        # Two a server: an update that hangs must not keep its cleaning up from being sent.
-        self._pool = ThreadPoolExecutor(2 * len(endpoints.servers), thread_name_prefix="publish")
+        # Two a server: an update that hangs must not keep its cleaning up from being sent. One to lead them.
+        self._pool = ThreadPoolExecutor(2 * len(endpoints.servers) + 1, thread_name_prefix="publish")
 
     def publish(self, named_tensors: NamedTensors, version: int) -> None:
         """Make every server serve these weights as `version`.
@@ -100,14 +100,19 @@ class Publisher(abc.ABC):
         return results
 
 
-def buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Bucket]:
-    """Consecutive tensors together, up to `limit` bytes; a larger tensor has a bucket of its own."""
+def buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], limit: int, first: int | None = None
+) -> Iterator[Bucket]:
+    """Consecutive tensors together, up to `limit` bytes; a larger tensor has a bucket of its own.
+
+    The first bucket holds up to `first` bytes where that is given: a small one is soon on its way.
+    """
     bucket: Bucket = []
-    size = 0
+    size, room = 0, limit if first is None else first
     for name, tensor in named_tensors:
-        if bucket and size + tensor.nbytes > limit:
+        if bucket and size + tensor.nbytes > room:
             yield bucket
-            bucket, size = [], 0
+            bucket, size, room = [], 0, limit
         bucket.append((name, tensor))
         size += tensor.nbytes
     if bucket:

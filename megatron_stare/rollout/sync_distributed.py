@@ -42,18 +42,17 @@ class DistributedPublisher(Publisher):
         self._sessions = True  # whether the servers know begin_weight_update (SGLang 0.5.9 does not)
 
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        # Until the end of this call a server holds a mixture, which must pass for neither version.
-        self._set_version(f"incomplete-{version}")
+        limit = self._rollout.bucket_mb << 20
         sending: _Sending | None = None
         try:
-            if self._group is None:
-                self._connect()
-            self._begin()
-            for bucket in buckets(named_tensors, self._rollout.bucket_mb << 20):
-                flat = self._buffers.flatten(bucket)  # while the one before is on its way
+            beginning = self._pool.submit(self._begin, version)
+            for bucket in buckets(named_tensors, limit, first=limit // 8):
+                flat = self._buffers.flatten(bucket)  # while the servers are told, or the last one is sent
+                beginning.result()
                 if sending is not None:
                     sending.wait()
                 sending = self._broadcast(*flat)
+            beginning.result()
             if sending is not None:
                 sending.wait()
             if self._sessions:
@@ -68,7 +67,11 @@ class DistributedPublisher(Publisher):
     def _set_version(self, version: str) -> None:
         self._each("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    def _begin(self) -> None:
+    def _begin(self, version: int) -> None:
+        # Until the end of the update a server holds a mixture, which must pass for neither version.
+        self._set_version(f"incomplete-{version}")
+        if self._group is None:
+            self._connect()
         for url in self._endpoints.servers:
             path = "/begin_weight_update"
             try:
@@ -216,7 +219,12 @@ class _Sending:
                 waiting = ", ".join(open_answers) or "the broadcast"
                 limit = "rollout.request_timeout"
                 raise PublishError(f"a weight update did not end within {limit}: waited for {waiting}")
-            time.sleep(_POLL_SECONDS)
+            # An answer wakes this at once; the broadcast cannot.
+            waited = [self._answers[url] for url in open_answers]
+            if waited:
+                concurrent.futures.wait(waited, _POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
+            else:
+                time.sleep(_POLL_SECONDS)
 
     def _raise_failure(self) -> None:
         """Raise what went wrong with the broadcast: a server's own words, where it has any."""

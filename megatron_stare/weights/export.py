@@ -37,12 +37,13 @@ def iter_hf_weights(
     tp_rank: int = 0,
     tp_size: int = 1,
     dtype: torch.dtype | None = None,
+    share: bool = False,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """The model's tensors under their Hugging Face names, complete on global rank 0, None elsewhere.
 
     Args, Raises: as `Exporter`. Iterate to the end on every rank, also when the consumer fails.
     """
-    exporter = Exporter(models, hf_config, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype)
+    exporter = Exporter(models, hf_config, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, share=share)
     for entry, tensors in exporter.collect((entry, 0) for entry in exporter.entries):
         for i, name in enumerate(entry.hf):
             yield name, None if tensors is None else tensors[i]
@@ -59,6 +60,8 @@ class Exporter:
         models: the rank's chunks of the model, wrapped or not.
         tp_rank, tp_size: this rank's place in its tensor-parallel group.
         dtype: what the tensors are cast to, before they are sent; default: that of the parameters.
+        share: tensors may be the parameters' own memory, which saves a copy and which the next optimizer
+            step changes.
 
     Attributes:
         entries: what can be collected, in Hugging Face's order; tied embeddings once, as the embedding.
@@ -76,6 +79,7 @@ class Exporter:
         tp_rank: int = 0,
         tp_size: int = 1,
         dtype: torch.dtype | None = None,
+        share: bool = False,
     ) -> None:
         check_tied(models, hf_config)
         every = model_entries(hf_config)
@@ -84,7 +88,7 @@ class Exporter:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         parameter = next(iter(held.values()))
         self.dtype, self._device = dtype or parameter.dtype, parameter.device
-        self._held = held
+        self._held, self._share = held, share
         self._tp_size = tp_size
         self._holders = self._find_holders(tp_rank)
 
@@ -109,7 +113,7 @@ class Exporter:
 
         Yields:
             (entry, its Hugging Face tensors): on the model's device, contiguous, sharing no memory with the
-            model, and None except on the destination.
+            model (unless `share`), and None except on the destination.
         """
         moving: deque[_Move] = deque()
         in_flight = 0
@@ -178,7 +182,7 @@ class Exporter:
             work.wait()
         if self.rank != move.destination:
             return move.entry, None
-        parameter = self._held.get(move.entry.names)
+        parameter = None if self._share else self._held.get(move.entry.names)
         tensors = move.entry.layout.merge(move.shards)
         return move.entry, tuple(_own(tensor, parameter) for tensor in tensors)
 
