@@ -44,6 +44,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
         *_check_layout(config, world_size),
         *_check_layers(config),
         *_check_batch(config, world_size),
+        *_check_objective(config),
         *_check_rollout(config),
         *_check_model(config),
         *_check_packages(config),
@@ -170,6 +171,29 @@ def _check_batch(config: Config, world_size: int) -> Iterator[str]:
             f"{factors} / batch.updates_per_step = {responses}: is not a multiple of the "
             f"{dp} data-parallel ranks"
         )
+
+
+def _check_objective(config: Config) -> Iterator[str]:
+    if config.objective != "rl":
+        return
+    from megatron_stare.config.parts import entropy_control, gate_config, objective_spec
+    from megatron_stare.objective import check_combination
+
+    algorithm, stare = config.algorithm, config.stare
+    if stare.enabled:
+        try:
+            gate_config(stare)
+        except (TypeError, ValueError) as error:
+            yield f"stare: {error}"
+    try:
+        check_combination(
+            objective_spec(algorithm),
+            control=entropy_control(algorithm),
+            stare=stare.enabled,
+            updates_per_step=config.batch.updates_per_step,
+        )
+    except ValueError as error:
+        yield f"algorithm: {error}"
 
 
 def _check_rollout(config: Config) -> Iterator[str]:

@@ -44,11 +44,10 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 # For the page only: keys whose meaning the schema leaves to their name, or that need more words here.
 _MEANINGS = {
     "objective": "`rl`, or supervised training on the task's answers, without servers",
-    "algorithm": "The policy objective.",
     "run.name": "name in reports; the run directory is runs/NAME where `run.dir` is null",
     "run.seed": "of prompt order, procedural rows, the servers' sampling and Megatron's generators",
     "run.steps": "steps of the whole run, those before a resume included",
-    "model.path": "directory of a Hugging Face checkpoint with tokenizer: Qwen2, Qwen3 or Llama architecture",
+    "model.path": "Hugging Face directory with tokenizer; families: [add-a-model.md](add-a-model.md)",
     "model.dtype": "of the weights in trainer and servers",
     "parallel.world_size": "trainer ranks on this node; default: GPUs left by servers; one copy on a CPU",
     "parallel.tp": "tensor parallelism; must divide heads, key-value heads and feed-forward columns",
@@ -70,19 +69,24 @@ _MEANINGS = {
     "optimizer.beta1": "Adam's average of gradients",
     "optimizer.beta2": "Adam's average of squared gradients",
     "optimizer.eps": "Adam's epsilon",
-    "algorithm.advantage": "GRPO: (reward - mean) / (std + 1e-6) within a group",
-    "algorithm.loss": "the clipped objective of PPO, with the two clips below",
-    "algorithm.normalization": "divide by all response tokens of the update, over all ranks",
-    "algorithm.clip_low": "the probability ratio is clipped below at 1 - clip_low",
+    "algorithm": "The policy objective; [objectives.md](objectives.md) has formulas and sources.",
+    "algorithm.advantage": "how much better a response is than others",
+    "algorithm.loss": "`ppo_clip` is also GRPO's and DAPO's; the `gspo` and `cispo` kinds clip otherwise",
+    "algorithm.normalization": "what the sum over the update's tokens, over all ranks, is divided by",
+    "algorithm.clip_low": "the probability ratio is clipped below at 1 - clip_low; below 1, or 1 for `cispo`",
     "algorithm.clip_high": "and above at 1 + clip_high",
     "algorithm.dual_clip": "largest ratio that counts where the advantage is negative; null: no limit",
     "stare.enabled": "false: plain GRPO",
-    "stare.rule": "`o1` applies W; `c2` applies W and M",
+    "algorithm.kl_estimator": "how that KL is estimated from sampled tokens",
+    "algorithm.correction_level": "the ratio of each token, or of its whole response",
+    "algorithm.correction_cap": "largest ratio: beyond it truncated, or masked",
+    "algorithm.entropy_control": "another control of the entropy, to compare with STARE; not beside it",
+    "stare.rule": "`o1` applies W; `c2` applies W and M; `four_quadrant` M and M_low; `custom` weights",
     "stare.W": "weight of high-surprisal tokens with positive advantage; where `sign` starts; unused by `pi`",
     "stare.M": "weight of high-surprisal tokens with negative advantage (rule `c2`); as W otherwise",
     "stare.top_fraction": "share of the tokens of each advantage sign that counts as high-surprisal",
-    "stare.gate": "`target`: reweight in steps whose entropy is below the target. `off`: in every step",
-    "stare.target_entropy": "mean token entropy to hold, in nats",
+    "stare.gate": "when, and how strongly, tokens are reweighted; see [concepts.md](concepts.md)",
+    "stare.target_entropy": "mean token entropy to hold, in nats, above 0; `auto` measures it",
     "stare.schedule": "how W and M move from step to step; `pi` is meant for `gate: off`",
     "stare.alpha": "step of `sign`",
     "stare.W_max": "largest W of `sign` and `pi`",
@@ -167,7 +171,10 @@ def _nullable(info: FieldInfo) -> bool:
 
 
 def _type(info: FieldInfo) -> str:
-    (kind,) = _options(info)
+    return " or ".join(_type_name(kind) for kind in _options(info))
+
+
+def _type_name(kind: Any) -> str:
     origin = typing.get_origin(kind)
     if origin is typing.Literal:
         return "choice"
@@ -185,17 +192,15 @@ def _default(info: FieldInfo) -> str:
 
 
 def _allowed(info: FieldInfo) -> str:
-    (kind,) = _options(info)
-    if typing.get_origin(kind) is typing.Literal:
-        allowed = [f"`{value}`" for value in typing.get_args(kind)]
-    else:
-        bounds = [
-            f"{sign} {getattr(rule, name)}"
-            for rule in info.metadata
-            for name, sign in _BOUNDS
-            if getattr(rule, name, None) is not None
-        ]
-        allowed = bounds + ["not empty" for rule in info.metadata if getattr(rule, "min_length", None)]
+    choices = [kind for kind in _options(info) if typing.get_origin(kind) is typing.Literal]
+    bounds = [
+        f"{sign} {getattr(rule, name)}"
+        for rule in info.metadata
+        for name, sign in _BOUNDS
+        if getattr(rule, name, None) is not None
+    ]
+    allowed = bounds + ["not empty" for rule in info.metadata if getattr(rule, "min_length", None)]
+    allowed += [f"`{value}`" for kind in choices for value in typing.get_args(kind)]
     if _nullable(info):
         allowed = [*(allowed or ["any"]), "`null`"]
     return ", ".join(allowed)

@@ -110,14 +110,28 @@ class OptimizerSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The policy objective: advantages, clipped loss, normalization."""
+    """The policy objective: advantages, loss, normalization, and what steers them. See docs/objectives.md."""
 
-    advantage: Literal["grpo"] = "grpo"
-    loss: Literal["ppo_clip"] = "ppo_clip"
-    normalization: Literal["token_mean"] = "token_mean"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "w_reinforce"] = (
+        "grpo"
+    )
+    positive_weight: float = Field(0.1, ge=0, description="lambda of w_reinforce")
+    loss: Literal["ppo_clip", "gspo", "gspo_token", "cispo", "unclipped"] = "ppo_clip"
+    normalization: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
+    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_high: float = Field(0.28, ge=0)
     dual_clip: float | None = Field(10.0, gt=1, description="bound of the ratio where A < 0")
+    kl_coef: float = Field(0.0, ge=0, description="of the KL to the run's first model; 0: none is kept")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = Field(0.0, ge=0, description="of an entropy bonus")
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "none", description="importance ratio between trainer and sampler: truncated or masked"
+    )
+    correction_level: Literal["token", "sequence"] = "token"
+    correction_cap: float = Field(2.0, gt=0)
+    correction_floor: float = Field(0.0, ge=0, description="of mask")
+    entropy_control: Literal["none", "entropy_advantage", "top_entropy", "clip_cov", "kl_cov"] = "none"
+    control_args: dict[str, float] = Field(default_factory=dict, description="arguments of entropy_control")
     dynamic_sampling: bool = Field(
         False, description="drop groups whose rewards are all equal and sample on"
     )
@@ -125,15 +139,31 @@ class AlgorithmSection(Section):
 
 
 class StareSection(Section):
-    """STARE (arXiv 2606.19236): rule, gate and schedule. Defaults are the paper's."""
+    """STARE (arXiv 2606.19236): rule, gate and schedule. Defaults are the paper's. See docs/concepts.md."""
 
     enabled: bool = True
-    rule: Literal["o1", "c2"] = "o1"
+    rule: Literal["o1", "c2", "four_quadrant", "custom"] = "o1"
     W: float = Field(1.1, ge=1)
     M: float = Field(0.9, gt=0, le=1)
+    M_low: float = Field(0.9, gt=0, le=1, description="of four_quadrant: low surprisal, positive advantage")
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="of custom: high_positive, low_positive, high_negative, low_negative; 1 where not named",
+    )
+    pool: Literal["per_sign", "all"] = Field("per_sign", description="of custom: what is ranked together")
     top_fraction: float = Field(0.1, gt=0, le=1)
-    gate: Literal["target", "off"] = Field("target", description="off: always open")
-    target_entropy: float = Field(0.3, gt=0)
+    threshold_ema: float = Field(
+        0.0, ge=0, lt=1, description="weight of the old thresholds, for small batches; 0: each step's own"
+    )
+    gate: Literal["target", "intensity", "band", "off"] = Field("target", description="off: always open")
+    target_entropy: float | Literal["auto"] = Field(0.3, description="nats, above 0, or auto")
+    auto_steps: int = Field(10, ge=1, description="of auto: steps that are measured")
+    auto_fraction: float = Field(0.5, gt=0, le=1, description="of auto: of the measured entropy")
+    H_min: float | None = Field(None, gt=0, description="of intensity and band; default: 2/3 of the target")
+    H_max: float | None = Field(None, gt=0, description="default: 5/3 of the target")
+    g_min: float = Field(0.5, gt=0, le=1, description="of band: factor of all advantages below it")
+    g_max: float = Field(1.2, ge=1, description="of band: above it")
+    ramp: float | None = Field(None, gt=0, description="of band: nats over which the factor changes")
     schedule: Literal["fixed", "sign", "pi"] = "fixed"
     alpha: float = Field(0.01, gt=0)
     W_max: float = Field(1.5, ge=1)
@@ -144,12 +174,14 @@ class StareSection(Section):
 
     @property
     def target(self) -> float | None:
-        """The entropy that gate or schedule steer towards; None where neither does."""
-        steers = self.enabled and (self.gate == "target" or self.schedule != "fixed")
-        return self.target_entropy if steers else None
+        """Nats that gate or schedule steer towards; None where neither does, or they are measured."""
+        steers = self.enabled and (self.gate != "off" or self.schedule != "fixed")
+        return self.target_entropy if steers and self.target_entropy != "auto" else None
 
     @model_validator(mode="after")
     def _compatible(self) -> StareSection:
+        if self.target_entropy != "auto" and not self.target_entropy > 0:
+            raise ValueError(f"target_entropy={self.target_entropy} is not above 0; or use auto")
         if self.schedule != "fixed" and self.W_max < self.W:
             raise ValueError(f"W={self.W} is above W_max={self.W_max}")
         if self.schedule != "fixed" and self.M_min > self.M:

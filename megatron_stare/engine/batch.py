@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_stare.engine.attention import PackedSequences
+from megatron_stare.objective import global_token_ids
 
 
 @dataclass
@@ -22,13 +23,15 @@ class TrainSequence:
     """A prompt and one response, as the trainer needs them.
 
     `token_ids` holds the whole sequence; `response_mask` (bool, alike in length) marks the tokens that the
-    policy wrote. `sampler_log_probs` has one number for each marked token.
+    policy wrote. `sampler_log_probs` has one number for each marked token. `number` is the sequence's place
+    in the step, the same however the step is shared out.
     """
 
     token_ids: np.ndarray
     response_mask: np.ndarray
     advantage: float = 0.0
     sampler_log_probs: np.ndarray | None = None
+    number: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -109,7 +112,9 @@ class Microbatch:
 
     `tokens`, `positions`, `labels` (int64 [1, T]) and `loss_mask` (bool [1, T], position t predicts a
     response token at t + 1) go to the model; `advantages` and `sampler_log_probs` (float32 [N]) to the
-    objective, in the order in which the model returns its response tokens.
+    objective, in the order in which the model returns its response tokens. So are, of each response token,
+    `sequence_of` (int64 [N]), its sequence in this microbatch, `sequence_lengths` (float32 [N]), the response
+    tokens of that, and `token_numbers` (int64 [N]), an id that is the token's own in the whole step.
     """
 
     tokens: torch.Tensor
@@ -120,6 +125,8 @@ class Microbatch:
     advantages: torch.Tensor
     sampler_log_probs: torch.Tensor
     sequence_of: torch.Tensor
+    sequence_lengths: torch.Tensor
+    token_numbers: torch.Tensor
 
     @property
     def length(self) -> int:
@@ -168,6 +175,8 @@ def pack(sequences: list[TrainSequence], length: int, device: torch.device) -> M
         advantages=put(advantages),
         sampler_log_probs=put(np.concatenate([np.zeros(0), *sampler]).astype(np.float32)),
         sequence_of=put(np.repeat(np.arange(len(sequences)), counts)),
+        sequence_lengths=put(np.repeat(np.array(counts, dtype=np.float32), counts)),
+        token_numbers=global_token_ids([s.number for s in sequences], counts, device),
     )
 
 

@@ -36,24 +36,27 @@ class Engine:
             dtype=getattr(torch, config.model.dtype),
             recompute=layout.recompute,
         )
-        models = build_models(
-            self.hf,
-            self.model_config,
-            parallel,
-            device,
-            layers=layers,
-            vocab_multiple=config.model.vocab_multiple,
-            temperature=config.rollout.temperature if config.objective == "rl" else 1.0,
-        )
-        load_hf_weights(
-            models,
-            config.model.path,
-            self.hf,
-            tp_rank=parallel.tp_rank,
-            tp_size=parallel.tp_size,
-        )
+        rl = config.objective == "rl"
+
+        def load_models() -> list[torch.nn.Module]:
+            models = build_models(
+                self.hf,
+                self.model_config,
+                parallel,
+                device,
+                layers=layers,
+                vocab_multiple=config.model.vocab_multiple,
+                temperature=config.rollout.temperature if rl else 1.0,
+            )
+            load_hf_weights(
+                models, config.model.path, self.hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
+            )
+            return models
+
+        # Never trained: what the KL penalty holds the policy close to.
+        self.reference = load_models() if rl and config.algorithm.kl_coef > 0 else []
         self.models = wrap_data_parallel(
-            models,
+            load_models(),
             self.model_config,
             distributed_optimizer=layout.distributed_optimizer,
             overlap=layout.overlap,
@@ -89,6 +92,10 @@ class Engine:
     def measure(self, microbatches: list[Microbatch]) -> step.Signals:
         """Log-probs and entropy of the batch under the current policy, without gradient."""
         return step.measure(self.models, microbatches, self.parallel)
+
+    def measure_reference(self, microbatches: list[Microbatch]) -> list[torch.Tensor]:
+        """Log-probs of the batch under the model of the run's start, by microbatch."""
+        return step.measure(self.reference, microbatches, self.parallel).log_probs
 
     def learn(
         self, microbatches: list[Microbatch], loss: step.LossFunction, *, normalizer: float, lr: float

@@ -1,8 +1,17 @@
 """Losses of one microbatch, as sums over its masked tokens.
 
-Sums, never means: the caller divides by the token count of the global batch, so
-that the result depends neither on how tokens are spread over microbatches and
-ranks nor on some of them having none.
+Sums, never means: the caller divides by N of the global batch (`normalization`), so that the result depends
+neither on how tokens are spread over microbatches and ranks nor on some of them having none. The general
+form, of which every objective is a special case:
+
+    sum over masked tokens of  multiplier * [ - w * keep * c * J(A + added A)      policy term
+                                              + kl_coef * KL to the reference
+                                              + kl_coef of the token * KL to the start of the step
+                                              - entropy_coef * H ]
+
+w: STARE's weights. keep, added A and the token's kl_coef: `TokenTerms` of an entropy control. c: the rollout
+correction. J: `surrogate`. What is not used is left out, not multiplied by 1: a spec without any of it is
+`policy_loss`.
 """
 
 from __future__ import annotations
@@ -12,8 +21,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# exp(20) is 5e8: far outside any clip range, far inside float32.
-_LOG_RATIO_LIMIT = 20.0
+from megatron_stare.objective.kl import kl_estimate
+from megatron_stare.objective.rollout_correction import Correction, rollout_correction
+from megatron_stare.objective.spec import ObjectiveSpec
+from megatron_stare.objective.surrogate import surrogate
+from megatron_stare.objective.tensors import check_shapes, masked
+from megatron_stare.objective.terms import TokenTerms
 
 
 @dataclass(frozen=True)
@@ -22,6 +35,117 @@ class PolicyLoss:
 
     loss_sum: Tensor  # scalar, with gradient
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached float64 scalars
+
+
+def objective_loss(
+    spec: ObjectiveSpec,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequence: Tensor | None = None,
+    weights: Tensor | None = None,
+    sampler_log_probs: Tensor | None = None,
+    reference_log_probs: Tensor | None = None,
+    terms: TokenTerms | None = None,
+    multipliers: Tensor | None = None,
+) -> PolicyLoss:
+    """The loss as a sum over masked tokens; divide by the global N of `normalization`.
+
+    Sums over any split of the batch into parts of whole sequences add up to the loss of the batch; for
+    losses without `spec.needs_sequence` sequences may be split too.
+
+    Args:
+        log_probs: any shape, usually [tokens]; float32 or float64 with gradient, halves are widened.
+        entropy: of each token's distribution; with gradient if `spec.entropy_coef` > 0, else not used.
+        old_log_probs, advantages: policy at the start of the step, and A; constants.
+        mask: bool or 0/1. Whatever the other tensors hold outside it, even inf or NaN, reaches neither
+            the loss nor its gradient.
+        sequence: int64, which sequence of this microbatch a token belongs to, from 0.
+        weights: STARE's; None is bit-identical to all ones.
+        sampler_log_probs: what the sampler gave, for the rollout correction.
+        reference_log_probs: of the reference policy; with `spec.kl_coef` 0 they give a metric only.
+        terms: an entropy control's, cut to this microbatch.
+        multipliers: of the normalisation; None is bit-identical to all ones.
+        All tensors are shaped like `log_probs`.
+
+    Returns:
+        loss_sum, and float64 sums over masked tokens, of which `multipliers` are no part:
+        "ratio", rho; "clip_low", "clip_high", "dual_clip", tokens at that bound; "approx_kl",
+        rho - 1 - ln rho by token, an estimator of KL(old || new) that is never negative.
+        With a reference "reference_kl", the estimate. With an entropy bonus "entropy". With a
+        correction "correction_ratio" and "correction_weight", before and after the cap, and
+        "correction_changed", tokens truncated or masked. With terms "control_weight",
+        "control_advantage" and "control_kl" (coefficient times KL), as far as there are any.
+
+    Raises:
+        ValueError: unequal shapes; a tensor that `spec` needs is missing, or an entropy without gradient
+            for an entropy bonus.
+    """
+    check_shapes(
+        log_probs,
+        entropy=entropy,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        mask=mask,
+        sequence=sequence,
+        weights=weights,
+        sampler_log_probs=sampler_log_probs,
+        reference_log_probs=reference_log_probs,
+        multipliers=multipliers,
+        **{f"terms.{name}": value for name, value in (terms.items() if terms is not None else ())},
+    )
+    _check_present(spec, log_probs, entropy, sequence, sampler_log_probs, reference_log_probs)
+    inside = mask != 0
+    # Before any arithmetic: inf - inf outside the mask would be NaN, and NaN * 0 stays NaN.
+    new = masked(log_probs, inside)
+    old = masked(old_log_probs.detach(), inside)
+    a = masked(advantages.detach(), inside)
+    index = torch.where(inside, sequence, 0) if sequence is not None else None
+    metrics: dict[str, Tensor] = {}
+
+    if terms is not None and terms.advantage is not None:
+        metrics["control_advantage"] = masked(terms.advantage, inside)
+        a = a + metrics["control_advantage"]
+    term = surrogate(spec, new, old, a, inside, index)
+    objective = term.objective
+    if weights is not None:
+        objective = objective * masked(weights.detach(), inside)
+    if terms is not None and terms.weight is not None:
+        metrics["control_weight"] = masked(terms.weight, inside)
+        objective = objective * metrics["control_weight"]
+    if spec.correction != "none":
+        correction = _correct(spec, old, masked(sampler_log_probs.detach(), inside), index)
+        objective = objective * correction.weight
+        metrics["correction_ratio"] = correction.ratio
+        metrics["correction_weight"] = correction.weight
+        metrics["correction_changed"] = correction.changed
+
+    loss = -objective
+    if reference_log_probs is not None:
+        kl = kl_estimate(spec.kl_estimator, new, masked(reference_log_probs, inside))
+        metrics["reference_kl"] = kl.detach()
+        if spec.kl_coef > 0:
+            loss = loss + spec.kl_coef * kl
+    if terms is not None and terms.kl_coef is not None:
+        penalty = masked(terms.kl_coef, inside) * kl_estimate(spec.old_kl, new, old)
+        metrics["control_kl"] = penalty.detach()
+        loss = loss + penalty
+    if spec.entropy_coef > 0:
+        h = masked(entropy, inside)
+        metrics["entropy"] = h.detach()
+        loss = loss - spec.entropy_coef * h
+    if multipliers is not None:
+        loss = loss * masked(multipliers, inside)
+    loss_sum = torch.where(inside, loss, 0).sum()
+
+    with torch.no_grad():
+        metrics["ratio"] = term.ratio
+        metrics["approx_kl"] = torch.expm1(term.log_ratio) - term.log_ratio
+        metrics.update(term.stopped)
+        sums = {name: torch.where(inside, each, 0).sum(dtype=torch.float64) for name, each in metrics.items()}
+    return PolicyLoss(loss_sum, sums)
 
 
 def policy_loss(
@@ -37,81 +161,41 @@ def policy_loss(
 ) -> PolicyLoss:
     """Clipped policy-gradient loss, -sum of weight * min(rho A, clip(rho, 1-clip_low, 1+clip_high) A).
 
-    rho = exp(log_probs - old_log_probs). Equal clips are PPO's (arXiv 1707.06347, eq. 7)
-    and GRPO's, clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, section
-    3.1). `dual_clip` c bounds the objective from below by c * A where A < 0 (arXiv
-    1912.09729, eq. 5).
-
-    The log ratio is limited to [-20, 20] before exp, as in verl, so that a token that
-    ran away cannot overflow; beyond the limit its gradient is 0.
-
-    Args:
-        log_probs: any shape, with gradient. float32 or float64; halves are widened.
-        old_log_probs, advantages: shaped alike, taken as constants.
-        mask: shaped alike, bool or 0/1. Whatever the other tensors hold outside it, even
-            inf or NaN, reaches neither the loss nor its gradient.
-        weights: shaped alike (STARE's); None is bit-identical to all ones.
-        clip_low, clip_high: 0 <= clip_low < 1, clip_high >= 0.
-        dual_clip: above 1; None for off.
-
-    Returns:
-        metrics: "ratio", sum of rho; "clip_low", "clip_high", "dual_clip", numbers of
-        tokens whose gradient that bound stops; "approx_kl", sum of rho - 1 - ln rho, an
-        estimator of KL(old || new) that is never negative.
-
-    Raises:
-        ValueError: unequal shapes, or a bound out of range.
+    `objective_loss` with nothing but the loss "ppo_clip", that is PPO's, GRPO's or DAPO's loss, and
+    STARE's weights. Arguments, metrics and errors as there.
     """
-    _check_shapes(log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, weights=weights)
-    _check_bounds(clip_low, clip_high, dual_clip)
-    inside = mask != 0
-    # Before any arithmetic: inf - inf outside the mask would be NaN, and NaN * 0 stays NaN.
-    new = _masked(log_probs, inside)
-    old = _masked(old_log_probs.detach(), inside)
-    a = _masked(advantages.detach(), inside)
-
-    log_ratio = (new - old).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    objective = torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a)
-    if dual_clip is not None:
-        objective = torch.where(a < 0, torch.maximum(objective, dual_clip * a), objective)
-    if weights is not None:
-        objective = objective * _masked(weights.detach(), inside)
-    loss_sum = torch.where(inside, -objective, 0).sum()
-
-    with torch.no_grad():
-        metrics = {
-            "ratio": torch.where(inside, ratio, 0),
-            "clip_low": inside & (a < 0) & (ratio < 1 - clip_low),
-            "clip_high": inside & (a > 0) & (ratio > 1 + clip_high),
-            "dual_clip": inside & (a < 0) & (ratio > (dual_clip if dual_clip is not None else torch.inf)),
-            "approx_kl": torch.where(inside, torch.expm1(log_ratio) - log_ratio, 0),
-        }
-        return PolicyLoss(loss_sum, {key: value.sum(dtype=torch.float64) for key, value in metrics.items()})
+    spec = ObjectiveSpec(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return objective_loss(spec, log_probs, None, old_log_probs, advantages, mask, weights=weights)
 
 
 def sft_loss(log_probs: Tensor, mask: Tensor) -> PolicyLoss:
-    """Negative log-likelihood of the masked tokens, as a sum; `log_probs` and `mask` as in `policy_loss`."""
-    _check_shapes(log_probs, mask=mask)
-    return PolicyLoss(_masked(-log_probs, mask != 0).sum())
+    """Negative log-likelihood of the masked tokens, as a sum; arguments as in `objective_loss`."""
+    check_shapes(log_probs, mask=mask)
+    return PolicyLoss(masked(-log_probs, mask != 0).sum())
 
 
-def _masked(tensor: Tensor, inside: Tensor) -> Tensor:
-    """At least float32, 0 outside the mask; the gradient outside is exactly 0 too."""
-    wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-    return torch.where(inside, wide, 0)
+def _correct(spec: ObjectiveSpec, old: Tensor, sampler: Tensor, sequence: Tensor | None) -> Correction:
+    return rollout_correction(
+        spec.correction,
+        old,
+        sampler,
+        level=spec.correction_level,
+        cap=spec.correction_cap,
+        floor=spec.correction_floor,
+        sequence=sequence,
+    )
 
 
-def _check_shapes(log_probs: Tensor, **others: Tensor | None) -> None:
-    for name, tensor in others.items():
-        if tensor is not None and tensor.shape != log_probs.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs {tuple(log_probs.shape)}")
-
-
-def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    if not 0 <= clip_low < 1:
-        raise ValueError(f"clip_low={clip_low} is not in [0, 1)")
-    if not clip_high >= 0:
-        raise ValueError(f"clip_high={clip_high} is negative")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip={dual_clip} is not above 1")
+def _check_present(spec, log_probs, entropy, sequence, sampler_log_probs, reference_log_probs) -> None:
+    if spec.needs_sequence and sequence is None:
+        what = f"loss={spec.loss!r}" if "gspo" in spec.loss else "correction_level='sequence'"
+        raise ValueError(f"{what} needs `sequence`: which sequence a token belongs to")
+    if spec.needs_sampler_log_probs and sampler_log_probs is None:
+        raise ValueError(f"correction={spec.correction!r} needs `sampler_log_probs`: there are none")
+    if spec.needs_reference and reference_log_probs is None:
+        raise ValueError(f"kl_coef={spec.kl_coef} needs `reference_log_probs`")
+    if spec.needs_entropy_gradient:
+        if entropy is None:
+            raise ValueError(f"entropy_coef={spec.entropy_coef} needs `entropy`")
+        if log_probs.requires_grad and not entropy.requires_grad:
+            raise ValueError(f"entropy_coef={spec.entropy_coef} needs an entropy with gradient: it has none")

@@ -46,5 +46,5 @@ def build_session(config: Config, engine: Engine, files: RunFiles, stop: Callabl
         publisher=publisher,
         reporter=reporter,
         first_step=state["steps"],
-        gate_state=state["gate"],
+        stare_state=state["stare"],
     )

@@ -58,5 +58,5 @@ def _facts(config: Config) -> list[tuple[str, str]]:
     stare = config.stare
     if stare.enabled:
         held = f"rule {stare.rule}, gate {stare.gate}, schedule {stare.schedule}"
-        facts.append(("STARE", f"{held}, target entropy {stare.target_entropy:g}"))
+        facts.append(("STARE", f"{held}, target entropy {stare.target_entropy}"))
     return facts

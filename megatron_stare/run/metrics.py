@@ -25,11 +25,11 @@ def group_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def merge_updates(updates: list[UpdateStats], tokens: list[int]) -> UpdateStats:
-    """A step's updates as one: losses weighted by their tokens, sums added, the largest gradient norm."""
-    total = max(sum(tokens), 1)
+def merge_updates(updates: list[UpdateStats], normalizers: list[float]) -> UpdateStats:
+    """A step's updates as one: losses weighted by their N, sums added, the largest gradient norm."""
+    total = max(sum(normalizers), 1)
     return UpdateStats(
-        loss=sum(update.loss * n for update, n in zip(updates, tokens, strict=True)) / total,
+        loss=sum(update.loss * n for update, n in zip(updates, normalizers, strict=True)) / total,
         grad_norm=max(update.grad_norm for update in updates),
         sums={name: sum(update.sums[name] for update in updates) for name in updates[0].sums},
     )

@@ -8,11 +8,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_stare.config.schema import Config
+from megatron_stare.config.parts import entropy_control, objective_spec
+from megatron_stare.config.schema import AlgorithmSection, Config
 from megatron_stare.engine.batch import Microbatch, TrainSequence, plan_update
 from megatron_stare.engine.step import LossFunction, Signals
-from megatron_stare.objective import grpo_advantages, policy_loss, sft_loss
-from megatron_stare.stare import EntropyGate, GateConfig, ReweightRule, token_weights
+from megatron_stare.objective import (
+    TokenTerms,
+    advantages,
+    normalizer,
+    objective_loss,
+    prepare,
+    sft_loss,
+)
 from megatron_stare.tasks.sample import Group
 
 
@@ -20,21 +27,25 @@ from megatron_stare.tasks.sample import Group
 class Share:
     """One replica's part of a step.
 
-    `updates` holds, for each optimizer update, its microbatches as lists of sequences; `normalizers` the
-    response tokens of each update over all replicas (N of the token mean).
+    `updates` holds, for each optimizer update, its microbatches as lists of sequences; `normalizers` N of
+    each update over all replicas, by which its loss is divided.
     """
 
     updates: list[list[list[TrainSequence]]]
-    normalizers: list[int]
+    normalizers: list[float]
 
 
-def rl_sequences(groups: list[Group]) -> list[TrainSequence]:
-    """Every response with its group-relative advantage, in the order of the groups."""
+def rl_sequences(groups: list[Group], algorithm: AlgorithmSection | None = None) -> list[TrainSequence]:
+    """Every response with its advantage (default: GRPO's), in the order of the groups."""
+    algorithm = algorithm or AlgorithmSection()
     rewards = torch.tensor([[r.reward for r in group.responses] for group in groups], dtype=torch.float64)
-    advantages = grpo_advantages(rewards).tolist()
+    lengths = torch.tensor([[len(r.token_ids) for r in group.responses] for group in groups])
+    rows = advantages(
+        algorithm.advantage, rewards, lengths=lengths, positive_weight=algorithm.positive_weight
+    ).tolist()
     return [
         _sequence(group.prompt.token_ids, response.token_ids, advantage, response.log_probs)
-        for group, row in zip(groups, advantages, strict=True)
+        for group, row in zip(groups, rows, strict=True)
         for response, advantage in zip(group.responses, row, strict=True)
     ]
 
@@ -56,85 +67,96 @@ def _sequence(prompt, response, advantage, log_probs) -> TrainSequence:
 
 
 def share_out(
-    sequences: list[TrainSequence], *, replicas: int, updates: int, max_tokens: int, multiple: int = 1
+    sequences: list[TrainSequence],
+    *,
+    replicas: int,
+    updates: int,
+    max_tokens: int,
+    multiple: int = 1,
+    normalization: str = "token_mean",
+    max_response_tokens: int | None = None,
 ) -> list[Share]:
-    """Cut the step into updates of consecutive sequences and give each replica a balanced part of each."""
+    """Cut the step into updates of consecutive sequences and give each replica a balanced part of each.
+
+    `normalization` and `max_response_tokens` decide N, see `objective.normalizer`.
+    """
+    for number, sequence in enumerate(sequences):
+        sequence.number = number
     size = -(-len(sequences) // updates)
     shares = [Share([], []) for _ in range(replicas)]
     for start in range(0, len(sequences), size):
         part = sequences[start : start + size]
         schedule = plan_update([len(s) for s in part], replicas, max_tokens, multiple)
-        tokens = sum(s.response_tokens for s in part)
+        divisor = normalizer(normalization, [s.response_tokens for s in part], max_response_tokens)
         for share, microbatches in zip(shares, schedule, strict=True):
             share.updates.append([[part[i] for i in chosen] for chosen in microbatches])
-            share.normalizers.append(tokens)
+            share.normalizers.append(divisor or 1.0)  # an update without tokens has nothing to divide
     return shares
 
 
-def make_gate(config: Config) -> EntropyGate | None:
-    """STARE's gate as the config describes it; None where STARE is off."""
-    stare = config.stare
-    if not stare.enabled or config.objective != "rl":
-        return None
-    rule = (
-        ReweightRule.o1(W=stare.W, top_fraction=stare.top_fraction)
-        if stare.rule == "o1"
-        else ReweightRule.c2(W=stare.W, M=stare.M, top_fraction=stare.top_fraction)
+def control_terms(
+    config: Config, microbatches: list[Microbatch], signals: Signals, step: int, group: dist.ProcessGroup
+) -> list[TokenTerms | None]:
+    """What the config's entropy control asks of each microbatch's tokens; None without one. Collective."""
+    control = entropy_control(config.algorithm)
+    terms = prepare(
+        control,
+        log_probs=torch.cat(signals.log_probs),
+        entropy=torch.cat(signals.entropy),
+        advantages=torch.cat([mb.advantages for mb in microbatches]),
+        token_ids=torch.cat([mb.token_numbers for mb in microbatches]),
+        seed=config.run.seed,
+        step=step,
+        group=group,
     )
-    return EntropyGate(
-        GateConfig(
-            rule=rule,
-            mode=stare.gate,
-            schedule=stare.schedule,
-            target_entropy=stare.target_entropy,
-            alpha=stare.alpha,
-            W_max=stare.W_max,
-            M_min=stare.M_min,
-            kp=stare.kp,
-            ki=stare.ki,
-            smoothing=stare.smoothing,
-        )
-    )
+    sizes = [mb.response_tokens for mb in microbatches]
+    return [None] * len(microbatches) if terms is None else terms.split(sizes)
 
 
-def stare_weights(
-    microbatches: list[Microbatch],
-    signals: Signals,
-    rule: ReweightRule | None,
-    group: dist.ProcessGroup,
-) -> list[torch.Tensor | None]:
-    """Token weights a microbatch, float32 [N]; None where the gate is closed, which is plain GRPO.
+@dataclass
+class Targets:
+    """What the loss of a step needs beside its microbatches, each a list with one entry a microbatch.
 
-    Ranks the surprisal of the whole step over all replicas, under the policy at the start of the step.
+    `old_log_probs`: of the policy at the start of the step; `weights`: STARE's; `terms`: an entropy
+    control's; `reference`: log-probs of the run's first policy. `advantage_factor` multiplies all advantages.
     """
-    if rule is None:
-        return [None] * len(microbatches)
-    surprisal = -torch.cat(signals.log_probs)
-    advantage = torch.cat([mb.advantages for mb in microbatches])
-    weights = token_weights(surprisal, advantage, torch.ones_like(advantage, dtype=torch.bool), rule, group)
-    return list(weights.split([mb.response_tokens for mb in microbatches]))
+
+    old_log_probs: list[torch.Tensor]
+    weights: list[torch.Tensor | None]
+    terms: list[TokenTerms | None]
+    reference: list[torch.Tensor | None]
+    advantage_factor: float = 1.0
+
+    @classmethod
+    def plain(cls, old_log_probs: list[torch.Tensor]) -> Targets:
+        """Of an objective that needs nothing else."""
+        none = [None] * len(old_log_probs)
+        return cls(old_log_probs, none, none, none)
 
 
-def rl_loss(
-    config: Config,
-    microbatches: list[Microbatch],
-    old_log_probs: list[torch.Tensor],
-    weights: list[torch.Tensor | None],
-) -> LossFunction:
-    """The clipped objective over `microbatches`, against the policy at the start of the step."""
-    algorithm = config.algorithm
+def rl_loss(config: Config, microbatches: list[Microbatch], targets: Targets, start: int = 0) -> LossFunction:
+    """The objective over `microbatches`, of which the first is number `start` of the step."""
+    spec = objective_spec(config.algorithm)
+    by_sequence = config.algorithm.normalization == "sequence_mean"
 
     def loss(i: int, log_probs: torch.Tensor, entropy: torch.Tensor):
-        mb = microbatches[i]
-        result = policy_loss(
+        mb, number = microbatches[i], start + i
+        advantages = mb.advantages
+        if targets.advantage_factor != 1:
+            advantages = advantages * targets.advantage_factor
+        result = objective_loss(
+            spec,
             log_probs,
-            old_log_probs[i],
-            mb.advantages,
+            entropy,
+            targets.old_log_probs[number],
+            advantages,
             torch.ones_like(log_probs, dtype=torch.bool),
-            weights[i],
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
+            sequence=mb.sequence_of,
+            weights=targets.weights[number],
+            sampler_log_probs=mb.sampler_log_probs,
+            reference_log_probs=targets.reference[number],
+            terms=targets.terms[number],
+            multipliers=mb.sequence_lengths.reciprocal() if by_sequence else None,
         )
         return result.loss_sum, result.metrics
 

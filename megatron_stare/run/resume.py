@@ -30,8 +30,10 @@ def restore(config: Config, engine: Engine, files: RunFiles) -> dict[str, Any]:
     """
     found = checkpoint.find_latest(files.checkpoints) if config.run.resume == "auto" else None
     if found is None:
-        return {"steps": 0, "gate": None, "source": None}
+        return {"steps": 0, "stare": None, "source": None}
     state = checkpoint.read_run_state(found[1])
+    if "stare" not in state:
+        raise UserError(f"{found[1]} was saved by an older version; start anew from an export")
     for key, value in fixed_values(config).items():
         if state["fixed"][key] != value:
             raise UserError(

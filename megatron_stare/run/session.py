@@ -24,6 +24,7 @@ from megatron_stare.run.files import RunFiles
 from megatron_stare.run.metrics import group_metrics, merge_updates
 from megatron_stare.run.resume import fixed_values
 from megatron_stare.run.sampling import Sampler
+from megatron_stare.run.stare import Stare
 from megatron_stare.run.supervised import RowFeed
 from megatron_stare.stare import GateDecision
 from megatron_stare.tasks.sample import Group
@@ -57,18 +58,19 @@ class Session:
         publisher,
         reporter: Reporter | None,
         first_step: int = 0,
-        gate_state: dict[str, Any] | None = None,
+        stare_state: dict[str, Any] | None = None,
     ):
         self.config, self.engine, self.files = config, engine, files
         self.parallel = engine.parallel
         self.source, self.publisher, self.reporter = source, publisher, reporter
-        self.gate = policy.make_gate(config)
-        if self.gate and gate_state:
-            self.gate.load_state_dict(gate_state)
+        self.stare = Stare.of(config)
+        if self.stare and stare_state:
+            self.stare.load_state_dict(stare_state)
         self.steps_done = self._saved_at = first_step
         self._version = first_step - 1
         self._times: dict[str, float] = {}
         self._sampling: dict[str, float] = {}
+        self._quadrants: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
         self._boundary = self._run_state()
 
@@ -114,7 +116,7 @@ class Session:
 
     def distribute_groups(self, groups: list[Group] | None) -> Batch:
         """Advantages, schedule, and this replica's share of it, packed. Raises Preempted on every rank."""
-        return self._distribute(policy.rl_sequences, groups)
+        return self._distribute(lambda groups: policy.rl_sequences(groups, self.config.algorithm), groups)
 
     def measure(self, batch: Batch) -> Signals:
         """Log-probs and entropy of the whole batch under the policy at the start of the step."""
@@ -132,18 +134,25 @@ class Session:
 
     def decide(self, signals: Signals) -> GateDecision | None:
         """STARE's decision for this step; None where STARE is off."""
-        return self.gate.update(signals.mean_entropy) if self.gate else None
+        return self.stare.decide(signals) if self.stare else None
 
     def learn(self, batch: Batch, signals: Signals, decision: GateDecision | None) -> UpdateStats:
         """The step's optimizer updates."""
         with self._timed("learn", "learning"):
-            rule = decision.rule if decision else None
-            weights = policy.stare_weights(batch.microbatches, signals, rule, self.parallel.dp_group)
+            microbatches, group = batch.microbatches, self.parallel.dp_group
+            targets = policy.Targets.plain(signals.log_probs)
+            if self.stare:
+                targets.weights, self._quadrants = self.stare.weigh(microbatches, signals, decision, group)
+                targets.advantage_factor = decision.advantage_factor
+            if self.config.algorithm.entropy_control != "none":
+                targets.terms = policy.control_terms(
+                    self.config, microbatches, signals, self.steps_done, group
+                )
+            if self.engine.reference:
+                targets.reference = self.engine.measure_reference(microbatches)
             return self._update(
                 batch,
-                lambda part: policy.rl_loss(
-                    self.config, batch.microbatches[part], signals.log_probs[part], weights[part]
-                ),
+                lambda part: policy.rl_loss(self.config, microbatches[part], targets, start=part.start),
             )
 
     def finish_step(self, step, groups, signals: Signals, decision, stats: UpdateStats) -> None:
@@ -157,7 +166,7 @@ class Session:
         metrics |= _learning_metrics(stats, signals.tokens)
         metrics["entropy"] = signals.mean_entropy
         if decision:
-            metrics |= decision.metrics()
+            metrics |= decision.metrics() | self._quadrants
         if due:
             # Asked to stop meanwhile: all ranks learn of it together, at the next step's start.
             with contextlib.suppress(Preempted), self._timed("evaluate"):
@@ -182,7 +191,7 @@ class Session:
     def finish_supervised_step(self, step: int, batch: Batch, stats: UpdateStats) -> None:
         """Report the step."""
         if self.reporter:
-            tokens = sum(batch.normalizers)
+            tokens = int(sum(batch.normalizers))
             metrics = _learning_metrics(stats, tokens)
             metrics["entropy"] = metrics.pop("policy/entropy")
             self._report(step, metrics, tokens)
@@ -225,9 +234,13 @@ class Session:
         return {
             "steps": self.steps_done,
             "fixed": fixed_values(self.config),
-            "gate": self.gate.state_dict() if self.gate else None,
+            "stare": self.stare.state_dict() if self.stare else None,
             "source": self.source.state_dict() if self.source else None,
         }
+
+    @property
+    def _normalization(self) -> str:
+        return self.config.algorithm.normalization if self.config.objective == "rl" else "token_mean"
 
     # --- helpers --------------------------------------------------------------------------------------
 
@@ -242,6 +255,8 @@ class Session:
                     updates=self.config.batch.updates_per_step,
                     max_tokens=self.config.batch.max_tokens_per_microbatch,
                     multiple=self.parallel.microbatch_multiple,
+                    normalization=self._normalization,
+                    max_response_tokens=self.config.rollout.max_response_tokens,
                 )
         share = self.parallel.scatter_to_replicas(shares)
         if share is None:

@@ -73,6 +73,16 @@ def test_all_problems_are_raised_together(config):
         (["rollout.context_length=2048"], 1, "context_length=2048: the model knows positions up to 1024"),
         (["rollout.tp=3"], 1, "rollout.tp=3: does not divide the model's 4 attention heads"),
         (["rollout.endpoints=[localhost:30000]"], 1, "rollout.endpoints=localhost:30000: must be a URL"),
+        (["algorithm.entropy_control=top_entropy"], 1, "80/20 (top_entropy) does not go with STARE"),
+        (["algorithm.loss=gspo"], 1, "'gspo_token' keeps it"),
+        (
+            ["stare.enabled=false", "algorithm.entropy_control=kl_cov", "algorithm.control_args={a: 1}"],
+            1,
+            "kl_cov takes fraction, coef",
+        ),
+        (["stare.gate=off", "stare.target_entropy=auto"], 1, "'auto' would be used by nothing"),
+        (["stare.rule=custom", "stare.weights={high: 2.0}"], 1, "stare: "),
+        (["stare.gate=band", "stare.H_min=0.2"], 1, "give both or neither"),
         (["rollout.model_path=nowhere"], 1, "rollout.model_path=nowhere: is not a Hugging Face directory"),
         (
             ["rollout.wire=fp8_blockwise", "rollout.endpoints=[http://127.0.0.1:1]"],

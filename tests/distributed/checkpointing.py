@@ -21,7 +21,7 @@ def update(engine, seed: int) -> dict[str, float]:
     )[parallel.dp_rank]
     microbatches = engine.pack(share.updates[0])
     signals = engine.measure(microbatches)
-    loss = policy.rl_loss(engine.config, microbatches, signals.log_probs, [None] * len(microbatches))
+    loss = policy.rl_loss(engine.config, microbatches, policy.Targets.plain(signals.log_probs))
     stats = engine.learn(microbatches, loss, normalizer=share.normalizers[0], lr=1e-3)
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, "entropy": signals.mean_entropy}
 

@@ -28,10 +28,31 @@ LAYOUTS = {
         "tp2_dp2_distributed_optimizer": {"parallel.tp": 2, "parallel.distributed_optimizer": True},
     },
 }
+EVERYTHING = {
+    "algorithm.loss": "gspo_token",
+    "algorithm.normalization": "sequence_mean",
+    "algorithm.kl_coef": 0.05,
+    "algorithm.entropy_coef": 0.01,
+    "algorithm.correction": "truncate",
+    "algorithm.correction_level": "sequence",
+    "stare.gate": "intensity",
+    "stare.target_entropy": 3.0,
+    "stare.threshold_ema": 0.5,
+}
+CONTROL = {
+    "stare.enabled": False,
+    "algorithm.normalization": "dr_grpo",
+    "algorithm.entropy_control": "clip_cov",
+    "algorithm.control_args": {"fraction": 0.1, "low": 0.0},
+}
+# Other objectives, each on one process and in a layout that shares tokens out.
+OBJECTIVES = {"everything": EVERYTHING, "control": CONTROL}
+SHARED = {"parallel.pp": 2, "parallel.distributed_optimizer": True}  # on 4 ranks: two replicas
 MOE_LAYOUTS = {
     "moe_dp2": {"parallel.distributed_optimizer": True},
     "moe_pp2": {"parallel.pp": 2},
 }
+QUADRANTS = ("high_positive", "low_positive", "high_negative", "low_negative")
 CASES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
 
 
@@ -42,8 +63,9 @@ def results(tmp_path_factory):
     dense, moe = root / "dense", root / "moe"
     write_tiny_checkpoint(dense, layers=4, vocab_size=50)
     write_tiny_checkpoint(moe, architecture="qwen3_moe", layers=4, vocab_size=50, ffn=32)
-    extra = {1: {"one": {}}, 2: {"gate_closed": CLOSED, "stare_off": OFF, "bfloat16": BF16}}
+    extra = {1: {"one": {}, **OBJECTIVES}, 2: {"gate_closed": CLOSED, "stare_off": OFF, "bfloat16": BF16}}
     runs = [(size, dense, extra.get(size, {}) | layouts) for size, layouts in LAYOUTS.items()]
+    runs += [(4, dense, {f"{name}_shared": changes | SHARED for name, changes in OBJECTIVES.items()})]
     runs += [(1, moe, {"moe_one": {}}), (2, moe, MOE_LAYOUTS)]
     found = {}
     for world_size, model, wanted in runs:
@@ -62,8 +84,11 @@ def test_layout_equals_one_process(results, ranks, name):
 
 def _assert_equal(found, wanted):
     (record, tensors), (expected, parameters) = found, wanted
-    for quantity, values in expected.items():
+    for quantity in ("loss", "grad_norm", "entropy"):
+        values = expected[quantity]
         assert record[quantity] == pytest.approx(values, rel=1e-5, abs=1e-7), quantity
+    for here, there in zip(record["figures"], expected["figures"], strict=True):
+        assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
     assert tensors.keys() == parameters.keys()
     for key, tensor in tensors.items():
         change = (tensor - parameters[key]).norm() / parameters[key].norm()
@@ -73,6 +98,12 @@ def _assert_equal(found, wanted):
 @pytest.mark.parametrize("name", MOE_LAYOUTS)
 def test_layout_of_experts_equals_one_process(results, name):
     _assert_equal(results[name], results["moe_one"])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_other_objectives_equal_one_process(results, name):
+    _assert_equal(results[f"{name}_shared"], results[name])
+    assert results[name][0]["loss"] != results["one"][0]["loss"]
 
 
 def test_three_updates_moved_the_parameters(results):
@@ -85,9 +116,11 @@ def test_three_updates_moved_the_parameters(results):
 
 def test_closed_gate_is_bit_identical_to_stare_disabled(results):
     (closed, closed_tensors), (off, off_tensors) = results["gate_closed"], results["stare_off"]
-    assert closed == off
+    for figures in closed.pop("figures"):
+        assert {figures[f"stare/{quadrant}/mean_weight"] for quadrant in QUADRANTS} == {1.0}
+    assert closed == {name: values for name, values in off.items() if name != "figures"}
     assert all(torch.equal(tensor, off_tensors[key]) for key, tensor in closed_tensors.items())
-    assert closed != results["dp2"][0], "an open gate must matter in this batch"
+    assert closed["loss"] != results["dp2"][0]["loss"], "an open gate must matter in this batch"
 
 
 def test_bfloat16_is_close_to_float32(results):

@@ -13,6 +13,7 @@ from megatron_stare.engine.device import current
 from megatron_stare.engine.engine import Engine
 from megatron_stare.engine.parallel import initialize, leave_model_parallel
 from megatron_stare.run import policy
+from megatron_stare.run.stare import Stare
 
 
 def fixed_sequences(count: int, vocabulary: int, seed: int = 0) -> list[TrainSequence]:
@@ -77,8 +78,8 @@ def three_steps(model: str, out: str, **changes) -> dict:
     """Losses, gradient norms and mean entropy of three updates; rank 0 stores the parameters in `out`."""
     engine = make_engine(model, **STARE | changes)
     config, parallel = engine.config, engine.parallel
-    record: dict = {"loss": [], "grad_norm": [], "entropy": []}
-    gate = policy.make_gate(config)
+    record: dict = {"loss": [], "grad_norm": [], "entropy": [], "figures": []}
+    stare = Stare.of(config)
     for i in range(3):
         sequences = fixed_sequences(24, engine.hf.vocab_size, seed=i)
         share = policy.share_out(
@@ -87,12 +88,20 @@ def three_steps(model: str, out: str, **changes) -> dict:
             updates=1,
             max_tokens=config.batch.max_tokens_per_microbatch,
             multiple=parallel.microbatch_multiple,
+            normalization=config.algorithm.normalization,
+            max_response_tokens=config.rollout.max_response_tokens,
         )[parallel.dp_rank]
         microbatches = engine.pack(share.updates[0])
         signals = engine.measure(microbatches)
-        rule = gate.update(signals.mean_entropy).rule if gate else None
-        weights = policy.stare_weights(microbatches, signals, rule, parallel.dp_group)
-        loss = policy.rl_loss(config, microbatches, signals.log_probs, weights)
+        targets = policy.Targets.plain(signals.log_probs)
+        if stare:
+            decision = stare.decide(signals)
+            targets.weights, figures = stare.weigh(microbatches, signals, decision, parallel.dp_group)
+            record["figures"].append(figures)
+        targets.terms = policy.control_terms(config, microbatches, signals, i, parallel.dp_group)
+        if engine.reference:
+            targets.reference = engine.measure_reference(microbatches)
+        loss = policy.rl_loss(config, microbatches, targets)
         stats = engine.learn(microbatches, loss, normalizer=share.normalizers[0], lr=1e-3)
         record["loss"].append(stats.loss)
         record["grad_norm"].append(stats.grad_norm)

@@ -9,6 +9,7 @@ import megatron_stare.engine  # noqa: F401  (prepares the device before Megatron
 from megatron_stare.config.schema import Config
 from megatron_stare.run import policy
 from megatron_stare.run.metrics import group_metrics
+from megatron_stare.run.stare import Stare
 from megatron_stare.tasks.sample import Group, Prompt, Response
 
 
@@ -45,14 +46,14 @@ def test_shares_hold_every_sequence_once_and_count_the_global_tokens(replicas, u
 
 def test_no_gate_where_stare_is_off_or_training_is_supervised():
     values = {"model": {"path": "x"}, "task": {"source": "x.jsonl"}}
-    assert policy.make_gate(Config.model_validate(values)) is not None
-    assert policy.make_gate(Config.model_validate(values | {"stare": {"enabled": False}})) is None
-    assert policy.make_gate(Config.model_validate(values | {"objective": "sft"})) is None
+    assert Stare.of(Config.model_validate(values)) is not None
+    assert Stare.of(Config.model_validate(values | {"stare": {"enabled": False}})) is None
+    assert Stare.of(Config.model_validate(values | {"objective": "sft"})) is None
 
 
 def test_closed_gate_gives_no_weights():
     values = {"model": {"path": "x"}, "task": {"source": "x.jsonl"}, "stare": {"target_entropy": 0.3}}
-    gate = policy.make_gate(Config.model_validate(values))
+    gate = Stare.of(Config.model_validate(values)).gate
     assert gate.update(0.5).rule is None
     assert gate.update(0.2).rule is not None
 
