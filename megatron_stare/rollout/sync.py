@@ -4,7 +4,7 @@
     publisher.publish(named_tensors, version=7)   # now every server serves version 7, and says so
 
 Both ways, `disk` and `distributed`, share what this file says: generation is
-paused first, old cache is dropped, the version is read back from every server.
+paused meanwhile, old cache is dropped, the version is read back from every server.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Publisher(abc.ABC):
     def __init__(self, rollout: RolloutSection, endpoints: Endpoints) -> None:
         self._rollout = rollout
         self._endpoints = endpoints
-        # Two a server: an update that hangs must not keep its cleaning up from being sent. One to lead them.
-        self._pool = ThreadPoolExecutor(2 * len(endpoints.servers) + 1, thread_name_prefix="publish")
+        # Three a server: updates that hang, two at most, must not keep their cleaning up from being sent.
+        # One to lead them.
+        self._pool = ThreadPoolExecutor(3 * len(endpoints.servers) + 1, thread_name_prefix="publish")
 
     def publish(self, named_tensors: NamedTensors, version: int) -> None:
         """Make every server serve these weights as `version`.
@@ -53,11 +54,11 @@ class Publisher(abc.ABC):
         """
         remaining = iter(named_tensors)
         try:
-            self._each("/pause_generation", {"mode": "abort"})
             try:
                 self._send(remaining, version)
-                self._each("/flush_cache", {})
+                flushing = self._pool.submit(self._each, "/flush_cache", {})
                 self._verify(version)
+                flushing.result()
             finally:
                 self._each("/continue_generation", {})
         except Exception as error:
@@ -69,7 +70,11 @@ class Publisher(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Give all weights to all servers and set their version."""
+        """Pause the servers, give all weights to them and set their version."""
+
+    def _pause(self) -> None:
+        """End what the servers generate now, and let nothing new begin."""
+        self._each("/pause_generation", {"mode": "abort"})
 
     def close(self) -> None:
         """Let go of what is held on this side and on the servers. Idempotent."""

@@ -35,6 +35,7 @@ class DiskPublisher(Publisher):
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         directory = self._scratch / f"weights-{version}"
         self._write(named_tensors, directory)
+        self._pause()
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
         self._each("/update_weights_from_disk", body, timeout=self._rollout.request_timeout)
         if self._served not in (None, directory):

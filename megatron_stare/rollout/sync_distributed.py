@@ -21,7 +21,7 @@ from megatron_stare.config.schema import RolloutSection
 from megatron_stare.rollout.endpoints import Endpoints, RolloutError
 from megatron_stare.rollout.sync import CONTROL_TIMEOUT, Bucket, Publisher, PublishError, buckets
 
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.001
 
 
 class DistributedPublisher(Publisher):
@@ -43,22 +43,26 @@ class DistributedPublisher(Publisher):
 
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         limit = self._rollout.bucket_mb << 20
-        sending: _Sending | None = None
+        under_way: list[_Sending] = []
         try:
             beginning = self._pool.submit(self._begin, version)
             for bucket in buckets(named_tensors, limit, first=limit // 8):
-                flat = self._buffers.flatten(bucket)  # while the servers are told, or the last one is sent
+                flat = self._buffers.flatten(bucket)  # while the servers are told, or load the last one
                 beginning.result()
-                if sending is not None:
-                    sending.wait()
-                sending = self._broadcast(*flat)
+                # The next request may wait at the server while it loads, but only behind the last one: so
+                # it is sent when that one's bytes have arrived.
+                for sending in under_way:
+                    sending.wait_until_sent()
+                under_way.append(self._broadcast(*flat))
+                if len(under_way) > 1:
+                    under_way.pop(0).wait()
             beginning.result()
-            if sending is not None:
+            for sending in under_way:
                 sending.wait()
             if self._sessions:
                 self._each("/end_weight_update", {}, timeout=self._rollout.request_timeout)
         except BaseException:
-            if sending is not None:
+            for sending in under_way:
                 sending.abandon()
             self._disconnect()
             raise
@@ -68,6 +72,7 @@ class DistributedPublisher(Publisher):
         self._each("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _begin(self, version: int) -> None:
+        self._pause()
         # Until the end of the update a server holds a mixture, which must pass for neither version.
         self._set_version(f"incomplete-{version}")
         if self._group is None:
@@ -205,15 +210,22 @@ class _Sending:
         """Let go of the broadcast, which holds the group's connections open."""
         self._work = self._flat = None
 
+    def wait_until_sent(self) -> None:
+        """Return when every server has the bytes. Raises PublishError or RolloutError."""
+        self._wait(for_answers=False)
+
     def wait(self) -> None:
         """Return when every server has loaded the bucket. Raises PublishError or RolloutError."""
+        self._wait(for_answers=True)
+
+    def _wait(self, for_answers: bool) -> None:
         while True:
             open_answers = [url for url, future in self._answers.items() if not future.done()]
             for url in self._answers.keys() - open_answers:
                 self._answers[url].result()
             if self._work.is_completed():
                 self._raise_failure()
-                if not open_answers:
+                if not (open_answers and for_answers):
                     return
             if time.monotonic() > self._deadline:
                 waiting = ", ".join(open_answers) or "the broadcast"
