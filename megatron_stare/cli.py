@@ -112,10 +112,11 @@ def inspect(**options: Any) -> int:
     return DONE if start(**options) else FAILED
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None, command: click.Command = app) -> int:
     """Runs a command line (default: this process's) and returns its exit code."""
+    name = "megatron-stare" if command is app else None
     try:
-        code = app.main(arguments, prog_name="megatron-stare", standalone_mode=False)
+        code = command.main(arguments, prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code

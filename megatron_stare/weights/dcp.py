@@ -13,16 +13,18 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from megatron_stare.errors import UserError
 from megatron_stare.weights.mapping import Entry
+from megatron_stare.weights.pwrite import write_at
 
 FORMAT_FILE = "metadata.json"
 DESCRIPTION = ".metadata"
@@ -79,11 +81,35 @@ def is_megatron(directory: Path) -> bool:
     return (directory / FORMAT_FILE).is_file() and "sharded_backend" in _json_object(directory / FORMAT_FILE)
 
 
-def append(file: BinaryIO, name: str, value: Any) -> Stored:
-    """Save a value at the end of an open file called `name`."""
-    offset = file.tell()
-    torch.save(value, file)
-    return Stored(name, offset, file.tell() - offset)
+class Appender:
+    """A new file of a checkpoint, to which values are saved one after the other.
+
+    Raises:
+        FileExistsError: there is one of this name.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.name = name
+        self._descriptor = os.open(directory / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        self._end = 0
+
+    def append(self, value: Any) -> Stored:
+        """Save a value; where it is."""
+        start = self._end
+        torch.save(value, self)
+        return Stored(self.name, start, self._end - start)
+
+    def write(self, data: Any) -> int:
+        """For torch.save."""
+        self._end = write_at(self._descriptor, data, self._end)
+        return len(data)
+
+    def flush(self) -> None:
+        """For torch.save; nothing is held back."""
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
 
 
 def write_description(directory: Path, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Stored]):
@@ -106,6 +132,11 @@ def write_description(directory: Path, tensors: Mapping[str, StoredTensor], obje
     (directory / DESCRIPTION).write_bytes(pickle.dumps(described))
     torch.save({}, directory / "common.pt")
     (directory / FORMAT_FILE).write_text(json.dumps(_FORMAT), encoding="utf-8")
+
+
+def prepare_writing() -> None:
+    """Import what `write_description` needs: half a second that can pass while workers work."""
+    import torch.distributed.checkpoint.filesystem  # noqa: F401
 
 
 def extra_state_keys(entries: Iterable[Entry]) -> list[str]:
@@ -134,7 +165,8 @@ def read_description(directory: Path) -> Description:
     """
     backend = _json_object(directory / FORMAT_FILE).get("sharded_backend")
     if backend != "torch_dist":
-        raise UserError(f"{directory / FORMAT_FILE}: format {backend!r} is not supported; only 'torch_dist' is")
+        file = directory / FORMAT_FILE
+        raise UserError(f"{file}: format {backend!r} is not supported; only 'torch_dist' is")
     path = directory / DESCRIPTION
     if not path.is_file():
         raise UserError(f"{directory} is an incomplete Megatron checkpoint: it has no {DESCRIPTION}")
@@ -153,10 +185,10 @@ def _described(found: Any) -> Description:
     tensors, objects = {}, {}
     stored = {}
     for index, info in found.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{index.fqn} is stored with {info.transform_descriptors}, which is not supported")
-        offset = None if index.offset is None else tuple(index.offset)
-        stored[index.fqn, offset] = Stored(info.relative_path, info.offset, info.length)
+        if transforms := getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{index.fqn} is stored with {transforms}, which is not supported")
+        offset = getattr(index, "offset", None)
+        stored[index.fqn, offset and tuple(offset)] = Stored(info.relative_path, info.offset, info.length)
     for key, value in found.state_dict_metadata.items():
         if not hasattr(value, "chunks"):
             objects[key] = stored[key, None]
@@ -164,7 +196,7 @@ def _described(found: Any) -> Description:
         chunks = tuple(
             Chunk(tuple(c.offsets), tuple(c.sizes), stored[key, tuple(c.offsets)]) for c in value.chunks
         )
-        tensors[key] = StoredTensor(tuple(value.size), value.properties.dtype, chunks)
+        tensors[key] = StoredTensor(tuple(value.size), value.properties.state[0], chunks)
     return Description(tensors, objects)
 
 
@@ -185,31 +217,31 @@ def _check_files(directory: Path, description: Description) -> None:
 
 
 class _Stub:
-    """Stands for classes that only Megatron's own planner needs."""
+    """Holds what an object of one of PyTorch's or Megatron's description classes holds."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        # TensorProperties gives its fields as a tuple, dtype first; all others give a dict.
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of a checkpoint's description and no other: nothing else can be run by a file."""
+    """Builds stubs in place of a description's classes and knows no other: a file cannot run any code.
+
+    That also spares importing PyTorch's module, which takes as long as reading a small model.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        if "." not in name:
-            if module.startswith("megatron.core.dist_checkpointing."):
-                return _Stub
-            if (module, name) == ("torch.serialization", "_get_layout"):
-                return lambda _name: torch.strided
-            if (module, name) == ("torch", "Size") or (
-                module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-            ):
-                return getattr(torch, name)
-            if (module, name) in (("builtins", "set"), ("collections", "OrderedDict")):
-                return super().find_class(module, name)
-            if module.startswith("torch.distributed.checkpoint."):
-                found = super().find_class(module, name)
-                if isinstance(found, type) and found.__module__.startswith("torch.distributed.checkpoint."):
-                    return found
+        if module.startswith(("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")):
+            return _Stub
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _Stub
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) in (("builtins", "set"), ("collections", "OrderedDict")):
+            return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which has no place in a description")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,11 +20,11 @@ _job: Job
 class Job(Protocol):
     """What a worker does; travels to it by pickle."""
 
+    def open(self) -> None:
+        """Prepare, in the worker."""
+
     def do(self, item: Any) -> Any:
         """Convert one item."""
-
-    def flush(self) -> None:
-        """Hand what was written over to the system."""
 
 
 def default_workers() -> int:
@@ -38,24 +39,26 @@ def share_out(
     *,
     workers: int,
     advance: Callable[[int], None],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Let `workers` processes do all items, and return their results in the items' order.
 
     Args:
-        sizes: bytes of each item; neighbours are handed out together until they make a good portion.
+        sizes: bytes of each item; small neighbours are handed out together.
         advance: called with the bytes that were done.
+        meanwhile: called once, while the workers work.
 
     Raises:
         UserError: from an item, or when a worker was killed. The other workers end with their item.
     """
-    tasks = _portions(items, sizes)
+    tasks = _portions(items, sizes, min(_TASK_BYTES, sum(sizes) // (4 * workers)))
     results: dict[int, list[Any]] = {}
-    # Spawned, not forked: this process may have threads (a progress bar, OpenMP).
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(_start_method())
     workers = min(workers, len(tasks))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(job,)) as pool:
         waiting = {pool.submit(_do, task): (i, size) for i, (task, size) in enumerate(tasks)}
         try:
+            meanwhile()
             for future in as_completed(waiting):
                 number, size = waiting[future]
                 results[number] = future.result()
@@ -68,25 +71,33 @@ def share_out(
     return [result for number in range(len(tasks)) for result in results[number]]
 
 
-def _portions(items: Sequence[Any], sizes: Sequence[int]) -> list[tuple[list[Any], int]]:
-    tasks: list[tuple[list[Any], int]] = []
+def _start_method() -> str:
+    """Forked workers have torch imported already, but a fork copies only one thread of several."""
+    return "fork" if threading.active_count() == 1 else "spawn"
+
+
+def _portions(items: Sequence[Any], sizes: Sequence[int], limit: int) -> list[tuple[list[Any], int]]:
+    tasks: list[list[Any]] = []
+    totals: list[int] = []
     for item, size in zip(items, sizes, strict=True):
-        if tasks and tasks[-1][1] + size <= _TASK_BYTES:
-            chosen, total = tasks[-1]
-            tasks[-1] = ([*chosen, item], total + size)
-        else:
-            tasks.append(([item], size))
-    return tasks
+        if not tasks or totals[-1] + size > limit:
+            tasks.append([])
+            totals.append(0)
+        tasks[-1].append(item)
+        totals[-1] += size
+    return list(zip(tasks, totals, strict=True))
 
 
 def _begin(job: Job) -> None:
     import torch
 
     global _job
-    _job = job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # the processes are the parallelism
     _keep_freed_memory()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _job = job
+    _job.open()
 
 
 def _end_with_parent() -> None:
@@ -113,6 +124,4 @@ def _keep_freed_memory() -> None:
 
 
 def _do(items: list[Any]) -> list[Any]:
-    results = [_job.do(item) for item in items]
-    _job.flush()
-    return results
+    return [_job.do(item) for item in items]

@@ -78,10 +78,14 @@ class TensorFiles:
         try:
             view = io.BufferedReader(_View(self._open(chunk.where.file), chunk.where), 1 << 16)
             found = torch.load(view, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises almost anything for a damaged archive
-            raise UserError(f"weight file {path} is damaged at byte {chunk.where.offset}: {error}") from error
+        except OSError as error:
+            raise UserError(f"weight file {path} cannot be read: {error}") from error
+        except Exception as error:  # torch raises almost anything for a damaged archive, in many lines
+            raise UserError(f"weight file {path} is damaged at byte {chunk.where.offset}") from error
         if not isinstance(found, Tensor) or found.numel() != math.prod(chunk.sizes) or found.dtype != dtype:
-            raise UserError(f"weight file {path} holds something else at byte {chunk.where.offset}")
+            raise UserError(
+                f"weight file {path} is damaged at byte {chunk.where.offset}: another tensor is there"
+            )
         return found.reshape(chunk.sizes)
 
     def _open(self, file: str) -> int:
@@ -146,5 +150,9 @@ def _read(descriptor: int, start: int, length: int, file: str) -> Tensor:
 
 def _overlap(chunk: Chunk, offsets: tuple[int, ...], sizes: tuple[int, ...]):
     start = tuple(map(max, chunk.offsets, offsets))
-    stop = tuple(min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True))
+    ends = [
+        [first + size for first, size in zip(*box, strict=True)]
+        for box in ((chunk.offsets, chunk.sizes), (offsets, sizes))
+    ]
+    stop = tuple(map(min, *ends))
     return (start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None

@@ -18,6 +18,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from megatron_stare.weights.pwrite import write_at
+
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -63,7 +65,7 @@ class SafetensorsStream:
         self._specs = list(specs)
         self._next = 0
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 (closed by __exit__)
-        self._file.write(_header(self._specs))
+        self._end = self._file.write(_header(self._specs))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor; it is moved to the CPU if need be, never cast."""
@@ -73,9 +75,7 @@ class SafetensorsStream:
             raise ValueError(f"{self.path.name}: {given} came where {spec} belongs")
         self._next += 1
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        view = memoryview(data)
-        while len(view):  # an unbuffered write may take less than it was given
-            view = view[self._file.write(view) :]
+        self._end = write_at(self._file.fileno(), data, self._end)
 
     def close(self) -> None:
         """Close the file as it is."""

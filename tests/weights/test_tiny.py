@@ -38,5 +38,5 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone(tmp_path):
 
 
 def test_unknown_architecture(tmp_path):
-    with pytest.raises(UserError, match="'gpt2' is not known; known: llama, qwen2, qwen3"):
+    with pytest.raises(UserError, match="'gpt2' is not known; known: llama, mistral, qwen2"):
         write_tiny_checkpoint(tmp_path / "m", architecture="gpt2")
