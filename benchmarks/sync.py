@@ -73,12 +73,7 @@ def _engine(model: Path) -> tuple[Any, Any]:
         {
             "model": {"path": str(model), "dtype": "bfloat16"},
             "task": {"source": "unused.jsonl", "max_prompt_tokens": 8},
-            "rollout": {
-                "context_length": 256,
-                "max_running_requests": 8,
-                "max_response_tokens": 8,
-                "bucket_mb": 128,  # as in configs/smollm2-135m-cpu.yaml
-            },
+            "rollout": {"context_length": 256, "max_running_requests": 8, "max_response_tokens": 8},
         }
     )
     return Engine(config, current(), initialize(current(), tp=1, pp=1)), config

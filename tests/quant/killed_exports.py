@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # threads do not survive a fork
+
 import torch
 import transformers  # noqa: F401 (loaded before the forks)
 
@@ -38,7 +40,6 @@ def export(source: Path, target: Path, verify: bool) -> int:
 
 
 def main(source: Path, directory: Path, times: int) -> None:
-    torch.set_num_threads(1)  # threads do not survive a fork
     target = directory / "out"
     seconds = {}
     for verify in (True, False):
