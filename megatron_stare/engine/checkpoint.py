@@ -83,19 +83,35 @@ def load(path: Path, models, optimizer) -> None:
     _separate_steps(optimizer)
 
 
+def load_weights(path: Path, models) -> None:
+    """Load weights alone, in place, into any layout; collective over all ranks.
+
+    The optimizer's part has another form with expert parallelism than without; the weights have one form.
+    """
+    state, _ = _model_state(models)
+    loaded = dist_checkpointing.load(state, str(path))
+    for key, model in _named(models):
+        model.load_state_dict(loaded[key], strict=True)
+
+
 def _named(models):
     several = len(models) > 1
     return [(f"model{i}" if several else "model", model.module) for i, model in enumerate(models)]
 
 
-def _sharded_state(models, optimizer, *, is_loading: bool) -> dict[str, Any]:
+def _model_state(models) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The models' sharded state, and the metadata that it was made with."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
     }
-    state = {key: model.sharded_state_dict(metadata=metadata) for key, model in _named(models)}
+    return {key: model.sharded_state_dict(metadata=metadata) for key, model in _named(models)}, metadata
+
+
+def _sharded_state(models, optimizer, *, is_loading: bool) -> dict[str, Any]:
+    state, metadata = _model_state(models)
     of_models = state if len(models) > 1 else state["model"]
     state["optimizer"] = optimizer.sharded_state_dict(
         dict(of_models), is_loading=is_loading, metadata=metadata

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from megatron_stare.engine import checkpoint
 from megatron_stare.engine.parallel import leave_model_parallel
 from megatron_stare.run import policy
@@ -24,6 +26,29 @@ def update(engine, seed: int) -> dict[str, float]:
     loss = policy.rl_loss(engine.config, microbatches, policy.Targets.plain(signals.log_probs))
     stats = engine.learn(microbatches, loss, normalizer=share.normalizers[0], lr=1e-3)
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, "entropy": signals.mean_entropy}
+
+
+def log_probs(engine) -> list[float]:
+    """Of fixed sequences, the same on every replica."""
+    sequences = fixed_sequences(6, engine.hf.vocab_size)
+    share = policy.share_out(sequences, replicas=1, updates=1, max_tokens=512, multiple=2)[0]
+    return torch.cat(engine.measure(engine.pack(share.updates[0])).log_probs).tolist()
+
+
+def reshard(model: str, other: str, directory: str, saved: dict, loaded: dict[str, dict]) -> dict[str, list]:
+    """Log-probs of `model` in the layout it is saved in, and in each layout that loads it over `other`."""
+    engine = make_engine(model, **saved)
+    engine.save(Path(directory), 1, {"steps": 1}, keep_last=1)
+    found = {"saved": log_probs(engine)}
+    leave_model_parallel()
+    for name, changes in loaded.items():
+        engine = make_engine(other, **changes)
+        before = log_probs(engine)
+        checkpoint.load_weights(Path(directory) / "step_0000001", engine.models)
+        found[name] = log_probs(engine)
+        assert found[name] != before
+        leave_model_parallel()
+    return found
 
 
 def save_and_go_on(model: str, directory: str, layouts: dict[str, dict]) -> dict[str, list]:

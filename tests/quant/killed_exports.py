@@ -16,7 +16,6 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # threads do not survive a fork
 
-import torch
 import transformers  # noqa: F401 (loaded before the forks)
 
 from megatron_stare.quant import export_fp8

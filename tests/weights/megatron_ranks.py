@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
 
 from megatron_stare.engine.device import current
-from megatron_stare.engine.model import rope_arguments, transformer_config
+from megatron_stare.engine.model import padded_vocab_size, rope_arguments, transformer_config
 from megatron_stare.engine.parallel import initialize
 from megatron_stare.errors import UserError
 from megatron_stare.weights import (
@@ -32,7 +32,7 @@ from megatron_stare.weights import (
     save_hf,
 )
 
-PADDED_VOCAB = 512  # for a real one of 250: at TP 2 the second rank holds padding only
+PADDED_VOCAB = 512  # for a vocabulary of 250: at TP 2 the second rank holds padding only
 
 
 def all_cases(checkpoints: dict[str, str], layouts: dict[str, dict]) -> dict[str, dict]:
@@ -107,7 +107,7 @@ def _build(hf: HFConfig, parallel, dtype: torch.dtype) -> list[torch.nn.Module]:
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=PADDED_VOCAB,
+            vocab_size=max(PADDED_VOCAB, padded_vocab_size(hf.vocab_size, parallel.tp_size, 128)),
             max_sequence_length=128,
             pre_process=mpu.is_pipeline_first_stage(**where),
             post_process=mpu.is_pipeline_last_stage(**where),

@@ -37,11 +37,15 @@ SCALING = {
 }
 CHECKPOINTS = {
     "qwen2_tied": {"architecture": "qwen2"},
+    "qwen2_untied_bf16": {"architecture": "qwen2", "tied": False, "dtype": "bfloat16"},
+    "qwen3_tied": {"architecture": "qwen3", "head_dim": 24},
     "qwen3_untied_bf16": {"architecture": "qwen3", "tied": False, "dtype": "bfloat16", "head_dim": 24},
     "qwen3_moe_untied": {"architecture": "qwen3_moe", "tied": False, "ffn": 32},
+    "qwen3_moe_tied_bf16": {"architecture": "qwen3_moe", "dtype": "bfloat16", "ffn": 32},
     "llama_tied_bf16": {"architecture": "llama", "dtype": "bfloat16"},
     "llama_scaled": {"architecture": "llama", "tied": False, "rope_theta": 500000.0, "rope_scaling": SCALING},
     "mistral_untied": {"architecture": "mistral", "tied": False},
+    "mistral_tied_bf16": {"architecture": "mistral", "dtype": "bfloat16"},
 }
 CASES = [
     (name, layout)
