@@ -20,8 +20,6 @@ import click
 
 from benchmarks.common import alternate, note, report
 
-_SECTIONS = {"distributed": {"sync": "distributed"}, "disk": {"sync": "disk"}}
-
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), help="Hugging Face directory.")
@@ -90,8 +88,8 @@ def _publishers(config: Any, endpoints: Any, engine: Any, scratch: Path, model: 
         publisher.publish(engine.hf_weights(), version)
 
     ways = {}
-    for name, section in _SECTIONS.items():
-        rollout = config.rollout.model_copy(update=section)
+    for name in ("distributed", "disk"):
+        rollout = config.rollout.model_copy(update={"sync": name})
         publisher = make_publisher(rollout, endpoints, engine.device.backend, scratch / name, model)
         publish(publisher)  # the first one makes the group, or the directory
         ways[name] = lambda publisher=publisher: publish(publisher)

@@ -23,6 +23,7 @@ from megatron_stare.errors import UserError
 @click.option("--limit", default=1e-3, show_default=True, help="Largest difference that is accepted.")
 def main(model: Path, text: Path, tokens: int, limit: float) -> None:
     """Compare Megatron's log-probs of TEXT with transformers', for the checkpoint in MODEL."""
+    from megatron_stare.engine.verify import transformers_log_probs
     from megatron_stare.tasks import load_tokenizer
 
     try:
@@ -30,7 +31,8 @@ def main(model: Path, text: Path, tokens: int, limit: float) -> None:
         ours = engine_log_probs(model, ids)
     except UserError as error:
         raise click.UsageError(str(error)) from error
-    gaps = [abs(a - b) for a, b in zip(ours, transformers_log_probs(model, ids), strict=True)]
+    theirs = transformers_log_probs(model, [ids], None).tolist()
+    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     print(f"{len(gaps)} tokens: largest difference {max(gaps):.2e}, mean {sum(gaps) / len(gaps):.2e}")
     sys.exit(int(max(gaps) > limit))
 
@@ -53,17 +55,6 @@ def engine_log_probs(model: Path, ids: list[int]) -> list[float]:
     signals = engine.measure(engine.pack([[sequence]]))
     shut_down()
     return signals.log_probs[0].tolist()
-
-
-def transformers_log_probs(model: Path, ids: list[int]) -> list[float]:
-    """The same by transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits_TV = reference(torch.tensor([ids])).logits[0, :-1]
-    return torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
 if __name__ == "__main__":

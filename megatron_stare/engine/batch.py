@@ -113,8 +113,8 @@ class Microbatch:
     `tokens`, `positions`, `labels` (int64 [1, T]) and `loss_mask` (bool [1, T], position t predicts a
     response token at t + 1) go to the model; `advantages` and `sampler_log_probs` (float32 [N]) to the
     objective, in the order in which the model returns its response tokens. So are, of each response token,
-    `sequence_of` (int64 [N]), its sequence in this microbatch, `sequence_lengths` (float32 [N]), the response
-    tokens of that, and `token_numbers` (int64 [N]), an id that is the token's own in the whole step.
+    `sequence_of` (int64 [N]), its sequence in this microbatch, and `token_numbers` (int64 [N]), an id that is
+    the token's own in the whole step.
     """
 
     tokens: torch.Tensor
@@ -125,7 +125,6 @@ class Microbatch:
     advantages: torch.Tensor
     sampler_log_probs: torch.Tensor
     sequence_of: torch.Tensor
-    sequence_lengths: torch.Tensor
     token_numbers: torch.Tensor
 
     @property
@@ -175,7 +174,6 @@ def pack(sequences: list[TrainSequence], length: int, device: torch.device) -> M
         advantages=put(advantages),
         sampler_log_probs=put(np.concatenate([np.zeros(0), *sampler]).astype(np.float32)),
         sequence_of=put(np.repeat(np.arange(len(sequences)), counts)),
-        sequence_lengths=put(np.repeat(np.array(counts, dtype=np.float32), counts)),
         token_numbers=global_token_ids([s.number for s in sequences], counts, device),
     )
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
+from megatron_stare.weights.mapping import unwrap
 from megatron_stare.weights.save import copy_companions
 
 _NAME = re.compile(r"step_(\d{7})")
@@ -96,7 +97,7 @@ def load_weights(path: Path, models) -> None:
 
 def _named(models):
     several = len(models) > 1
-    return [(f"model{i}" if several else "model", model.module) for i, model in enumerate(models)]
+    return [(f"model{i}" if several else "model", unwrap(model)) for i, model in enumerate(models)]
 
 
 def _model_state(models) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_stare.engine.device import Device
 from megatron_stare.engine.model import build_models, transformer_config
 from megatron_stare.engine.optimizer import LearningRate, build_optimizer, wrap_data_parallel
 from megatron_stare.engine.parallel import Parallel
-from megatron_stare.weights.export import Exporter, iter_hf_weights
+from megatron_stare.weights.export import Exporter
 from megatron_stare.weights.hf_config import read_hf_config
 from megatron_stare.weights.load import load_hf_weights
 
@@ -105,8 +106,12 @@ class Engine:
             self.models, self.optimizer, microbatches, loss, self.parallel, normalizer=normalizer, lr=lr
         )
 
+    @functools.cached_property
     def exporter(self) -> Exporter:
-        """Brings the policy's parameters together under Hugging Face's names, in `model.dtype`."""
+        """Brings the policy's parameters together under Hugging Face's names, in `model.dtype`.
+
+        Made once, by all ranks together: where the parameters lie does not change during a run.
+        """
         return Exporter(
             self.models, self.hf, tp_rank=self.parallel.tp_rank, tp_size=self.parallel.tp_size
         )
@@ -117,8 +122,7 @@ class Engine:
         Every rank must exhaust the iterator. The tensors may be the model's own memory: copy what is to
         outlive the next update.
         """
-        tp_rank, tp_size = self.parallel.tp_rank, self.parallel.tp_size
-        return iter_hf_weights(self.models, self.hf, tp_rank=tp_rank, tp_size=tp_size, share=True)
+        return self.exporter.to_rank_0(share=True)
 
     def save(self, directory: Path, steps: int, run_state: dict[str, Any], *, keep_last: int) -> Path:
         """Write a checkpoint after `steps` finished steps."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core import dist_checkpointing
 
 from megatron_stare.engine.batch import TrainSequence, pack_update
+from megatron_stare.engine.checkpoint import load_weights
 from megatron_stare.engine.device import current
 from megatron_stare.engine.model import build_models, transformer_config
 from megatron_stare.engine.parallel import initialize, shut_down
@@ -21,6 +21,7 @@ from megatron_stare.engine.step import measure
 from megatron_stare.errors import UserError
 from megatron_stare.weights.convert import TO_MEGATRON, Conversion
 from megatron_stare.weights.hf_config import HFConfig
+from megatron_stare.weights.reference import log_probs, no_progress_bar
 
 LIMIT = 1e-4
 _TEXTS = (
@@ -64,8 +65,7 @@ def megatron_log_probs(
     try:
         config = transformer_config(hf, parallel, device, dtype=torch.float32)
         models = build_models(hf, config, parallel, device, layers="local")
-        state = {"model": models[0].sharded_state_dict(metadata={"singleton_local_shards": False})}
-        models[0].load_state_dict(dist_checkpointing.load(state, str(directory))["model"])
+        load_weights(directory, models)
         _round(models[0], rounded)
         sequences = [TrainSequence(np.array(ids), np.arange(len(ids)) > 0) for ids in prompts]
         microbatches = pack_update([sequences], common_length=None, multiple=1, device=device.torch)
@@ -79,18 +79,11 @@ def transformers_log_probs(
 ) -> torch.Tensor:
     """The same from a Hugging Face directory, by transformers."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     _round(model, rounded)
-    found = []
-    with torch.no_grad():
-        for ids in prompts:
-            logits_TV = model(torch.tensor([ids])).logits[0, :-1]
-            log_probs_TV = torch.log_softmax(logits_TV, -1)
-            found.append(log_probs_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    return torch.cat(found)
+    return torch.cat([log_probs(model, ids) for ids in prompts])
 
 
 def _round(model: torch.nn.Module, dtype: torch.dtype | None) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from megatron_stare.errors import UserError
 from megatron_stare.quant.read import Fp8Checkpoint, load_emulated
 from megatron_stare.quant.source import Source
+from megatron_stare.weights.reference import log_probs, no_progress_bar
 
 # float8_e4m3fn keeps 3 bits of the mantissa: rounding moves a value by at most 2^-4 of it, or by half the
 # smallest subnormal, 2^-10. ModelOpt divides in bfloat16, which rounds (by 2^-9) before.
@@ -107,28 +107,12 @@ def _log_probs(
     load: Callable[[], Any], texts: Sequence[Sequence[int]], advance: Callable[[int], None]
 ) -> Tensor:
     """Log-probs of all tokens but the first of each text, one after another, float32."""
-    with _no_loading_bar():
+    with no_progress_bar():
         model = load().eval()
     found = []
-    with torch.no_grad():
-        for ids in texts:
-            tokens = torch.tensor([ids])
-            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-            found.append(logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0])
-            advance(1)
+    for ids in texts:
+        found.append(log_probs(model, ids))
+        advance(1)
     del model
     gc.collect()  # the hooks and the model refer to each other
     return torch.cat(found)
-
-
-@contextlib.contextmanager
-def _no_loading_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

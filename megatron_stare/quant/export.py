@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from megatron_stare.quant.progress import progress_bar
 from megatron_stare.quant.serving import describe
 from megatron_stare.quant.source import Source, open_checkpoint
 from megatron_stare.quant.write import bf16_bytes, blockwise_bytes, total_bytes, write_blockwise
-from megatron_stare.weights.files import refuse_existing, staged_directory
+from megatron_stare.weights.files import free_space, refuse_existing, staged_directory
 
 Quantisation = Literal["fp8", "fp8_blockwise"]
 QUANTISATIONS: tuple[Quantisation, ...] = ("fp8", "fp8_blockwise")
@@ -103,8 +102,7 @@ def export_fp8(
 
 def check_disk(target: Path, expected: int) -> None:
     """Raise UserError when there is no room beside `target` for that many bytes."""
-    parent = next(p for p in target.absolute().parents if p.is_dir())
-    free = shutil.disk_usage(parent).free
+    parent, free = free_space(target)
     if free < expected + _SPARE_BYTES:
         raise UserError(
             f"not enough disk space for {target}: {_gigabytes(expected + _SPARE_BYTES)} are needed, "

@@ -72,7 +72,7 @@ class Fp8Checkpoint:
 
         The scales broadcast with the tensor.
         """
-        name, shape = entry.hf[index], entry.layout.hf_shapes[index]
+        name, shape = entry.hf_tensors[index]
         stored = self.read(name)
         if not is_linear(entry, shape):
             return stored.float(), None
@@ -105,7 +105,7 @@ class Fp8Checkpoint:
         """
         groups: dict[str, list[str]] = {}
         for entry in self.entries:
-            for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True):
+            for name, shape in entry.hf_tensors:
                 if is_linear(entry, shape):
                     module = name.removesuffix(".weight")
                     groups.setdefault(self._shared(entry, module), []).append(module)
@@ -127,7 +127,7 @@ class Fp8Checkpoint:
 
     def _check(self) -> None:
         for entry in self.entries:
-            for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True):
+            for name, shape in entry.hf_tensors:
                 linear = is_linear(entry, shape)
                 self._check_tensor(name, shape, ("F8_E4M3",) if linear else ("BF16", "F16", "F32"))
                 for scale in self.scale_names(name) if linear else ():

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_stare.errors import UserError
+from megatron_stare.weights.dcp import is_megatron
 from megatron_stare.weights.hf_config import HFConfig, read_hf_config
 from megatron_stare.weights.layouts import QKV, GateUp, Row
 from megatron_stare.weights.mapping import Entry, model_entries
 from megatron_stare.weights.source import CheckpointSource, check_source
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+from megatron_stare.weights.stream import DTYPES
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,12 @@ class Source:
 
     def linears(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every weight that is quantised."""
-        for entry in self.entries:
-            for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True):
-                if is_linear(entry, shape):
-                    yield name, shape
+        return linears(self.entries)
+
+
+def linears(entries: Iterable[Entry]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every weight among `entries` that is quantised."""
+    return ((name, shape) for e in entries for name, shape in e.hf_tensors if is_linear(e, shape))
 
 
 def is_linear(entry: Entry, shape: tuple[int, ...]) -> bool:
@@ -74,7 +76,7 @@ def open_checkpoint(directory: str | Path) -> Source:
             `check_source`.
     """
     directory = Path(directory)
-    if (directory / "metadata.json").is_file() and not (directory / "config.json").is_file():
+    if is_megatron(directory):
         raise UserError(
             f"{directory} is a Megatron checkpoint; convert it to a Hugging Face one first: "
             f"megatron-stare convert"
@@ -92,7 +94,7 @@ def open_checkpoint(directory: str | Path) -> Source:
         tensors=tensors,
         entries=entries,
         dtype=torch.float16 if dtypes == {"F16"} else torch.bfloat16,
-        nbytes=sum(math.prod(t.get_shape()) * _DTYPES[t.get_dtype()].itemsize for t in slices),
+        nbytes=sum(math.prod(t.get_shape()) * DTYPES[t.get_dtype()].itemsize for t in slices),
     )
 
 

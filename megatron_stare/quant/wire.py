@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from megatron_stare.quant.blockwise import SCALE_SUFFIX, quantize_blockwise
-from megatron_stare.quant.source import is_linear
+from megatron_stare.quant.source import linears
 from megatron_stare.weights.hf_config import HFConfig
 from megatron_stare.weights.mapping import model_entries
 
@@ -23,14 +23,9 @@ def fp8_weights(
     Raises:
         ValueError: a weight has a value that is NaN or infinite; names it.
     """
-    linears = {
-        name
-        for entry in model_entries(config)
-        for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True)
-        if is_linear(entry, shape)
-    }
+    quantised = {name for name, _ in linears(model_entries(config))}
     for name, tensor in named_tensors:
-        if tensor is None or name not in linears:
+        if tensor is None or name not in quantised:
             yield name, tensor
             continue
         try:

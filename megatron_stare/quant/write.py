@@ -22,7 +22,7 @@ def blockwise_specs(source: Source) -> list[list[TensorSpec]]:
     every = []
     for entry in source.entries:
         specs = []
-        for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True):
+        for name, shape in entry.hf_tensors:
             if is_linear(entry, shape):
                 scales = TensorSpec(name + SCALE_SUFFIX, scale_shape(shape), torch.float32)
                 specs += [TensorSpec(name, shape, FP8), scales]
@@ -55,7 +55,7 @@ def write_blockwise(
     for file in files:
         with SafetensorsStream(directory / file.name, file.specs) as stream:
             for entry in file.entries:
-                for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True):
+                for name, shape in entry.hf_tensors:
                     advance(_write_tensor(source, stream, name, is_linear(entry, shape)))
     write_index(directory, [(file.name, file.specs) for file in files])
     write_companions(source, directory, blockwise_config(source))

@@ -19,6 +19,7 @@ from megatron_stare.objective import (
     objective_loss,
     prepare,
     sft_loss,
+    token_multipliers,
 )
 from megatron_stare.tasks.sample import Group
 
@@ -137,13 +138,16 @@ class Targets:
 def rl_loss(config: Config, microbatches: list[Microbatch], targets: Targets, start: int = 0) -> LossFunction:
     """The objective over `microbatches`, of which the first is number `start` of the step."""
     spec = objective_spec(config.algorithm)
-    by_sequence = config.algorithm.normalization == "sequence_mean"
+    kind = config.algorithm.normalization
 
     def loss(i: int, log_probs: torch.Tensor, entropy: torch.Tensor):
         mb, number = microbatches[i], start + i
         advantages = mb.advantages
         if targets.advantage_factor != 1:
             advantages = advantages * targets.advantage_factor
+        multipliers = None
+        if kind == "sequence_mean":
+            multipliers = token_multipliers(kind, torch.bincount(mb.sequence_of))
         result = objective_loss(
             spec,
             log_probs,
@@ -156,7 +160,7 @@ def rl_loss(config: Config, microbatches: list[Microbatch], targets: Targets, st
             sampler_log_probs=mb.sampler_log_probs,
             reference_log_probs=targets.reference[number],
             terms=targets.terms[number],
-            multipliers=mb.sequence_lengths.reciprocal() if by_sequence else None,
+            multipliers=multipliers,
         )
         return result.loss_sum, result.metrics
 

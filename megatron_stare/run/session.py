@@ -216,7 +216,7 @@ class Session:
             shutil.rmtree(directory, ignore_errors=True)
         save_hf(
             directory,
-            self.engine.exporter(),
+            self.engine.exporter,
             self.config.model.path,
             card=model_card(self.config, self.steps_done, self._last_metrics),
         )

@@ -15,7 +15,7 @@ import torch
 
 from megatron_stare.errors import UserError
 from megatron_stare.weights.dcp import is_megatron
-from megatron_stare.weights.files import StagedDirectory, refuse_existing
+from megatron_stare.weights.files import StagedDirectory, free_space, refuse_existing
 from megatron_stare.weights.hf_config import read_hf_config
 from megatron_stare.weights.pool import default_workers
 from megatron_stare.weights.save import copy_companions
@@ -228,9 +228,6 @@ def _staged(target: Path) -> Iterator[Path]:
 
 
 def _check_room(target: Path, needed: int) -> None:
-    folder = target.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    folder, free = free_space(target)
     if free < needed + _MINIMUM_FREE:
         raise UserError(f"{folder} has {gigabytes(free)} free, but {target.name} needs {gigabytes(needed)}")

@@ -30,26 +30,6 @@ from megatron_stare.weights.stream import TensorSpec
 _IN_FLIGHT_BYTES = 64 << 20
 
 
-def iter_hf_weights(
-    models: Sequence[nn.Module],
-    hf_config: HFConfig,
-    *,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    dtype: torch.dtype | None = None,
-    share: bool = False,
-) -> Iterator[tuple[str, Tensor | None]]:
-    """The model's tensors under their Hugging Face names, complete on global rank 0, None elsewhere.
-
-    Args, Raises: as `Exporter`. Iterate to the end on every rank, also when the consumer fails.
-    """
-    exporter = Exporter(models, hf_config, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, share=share)
-    for entry, tensors in exporter.collect((entry, 0) for entry in exporter.entries):
-        for i, name in enumerate(entry.hf):
-            yield name, None if tensors is None else tensors[i]
-        del tensors  # else it is held while the next one is put together
-
-
 class Exporter:
     """Knows where every parameter of a model lies, and brings parameters together.
 
@@ -60,8 +40,6 @@ class Exporter:
         models: the rank's chunks of the model, wrapped or not.
         tp_rank, tp_size: this rank's place in its tensor-parallel group.
         dtype: what the tensors are cast to, before they are sent; default: that of the parameters.
-        share: tensors may be the parameters' own memory, which saves a copy and which the next optimizer
-            step changes.
 
     Attributes:
         entries: what can be collected, in Hugging Face's order; tied embeddings once, as the embedding.
@@ -79,7 +57,6 @@ class Exporter:
         tp_rank: int = 0,
         tp_size: int = 1,
         dtype: torch.dtype | None = None,
-        share: bool = False,
     ) -> None:
         check_tied(models, hf_config)
         every = model_entries(hf_config)
@@ -88,28 +65,37 @@ class Exporter:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         parameter = next(iter(held.values()))
         self.dtype, self._device = dtype or parameter.dtype, parameter.device
-        self._held, self._share = held, share
+        self._held = held
         self._tp_size = tp_size
         self._holders = self._find_holders(tp_rank)
 
     def specs(self, entry: Entry) -> list[TensorSpec]:
         """Names, shapes and dtypes of an entry's tensors, known without collecting them."""
-        return [
-            TensorSpec(name, shape, self.dtype)
-            for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True)
-        ]
+        return [TensorSpec(name, shape, self.dtype) for name, shape in entry.hf_tensors]
 
     def holders(self, entry: Entry) -> list[int]:
         """The global ranks that hold a shard of an entry."""
         return [rank for ranks in self._holders[entry.names] for rank in ranks]
 
+    def to_rank_0(self, share: bool = False) -> Iterator[tuple[str, Tensor | None]]:
+        """All tensors under their Hugging Face names, complete on global rank 0, None elsewhere.
+
+        Iterate to the end on every rank, also when the consumer fails. `share`: see `collect`.
+        """
+        for entry, tensors in self.collect(((entry, 0) for entry in self.entries), share):
+            for i, name in enumerate(entry.hf):
+                yield name, None if tensors is None else tensors[i]
+            del tensors  # else it is held while the next one is put together
+
     def collect(
-        self, wanted: Iterable[tuple[Entry, int]]
+        self, wanted: Iterable[tuple[Entry, int]], share: bool = False
     ) -> Iterator[tuple[Entry, tuple[Tensor, ...] | None]]:
         """Entries, each put together on one rank.
 
         Args:
             wanted: (entry, global rank of its destination); the same on all ranks, in the same order.
+            share: tensors may be the parameters' own memory, which saves a copy and which the next
+                optimizer step changes.
 
         Yields:
             (entry, its Hugging Face tensors): on the model's device, contiguous, sharing no memory with the
@@ -122,9 +108,9 @@ class Exporter:
             in_flight += moving[-1].nbytes
             while in_flight > _IN_FLIGHT_BYTES:
                 in_flight -= moving[0].nbytes
-                yield self._finish(moving.popleft())
+                yield self._finish(moving.popleft(), share)
         while moving:
-            yield self._finish(moving.popleft())
+            yield self._finish(moving.popleft(), share)
 
     def _find_holders(self, tp_rank: int) -> dict[tuple[str, ...], list[list[int]]]:
         """By entry: for each tensor-parallel shard the ranks that hold it, agreed on by asking all."""
@@ -177,12 +163,12 @@ class Exporter:
         shape = entry.layout.shard_shape(entry.tp_size(self._tp_size))
         return (self._vocab_rows, *entry.layout.hf_shapes[0][1:]) if shape is None else shape
 
-    def _finish(self, move: _Move) -> tuple[Entry, tuple[Tensor, ...] | None]:
+    def _finish(self, move: _Move, share: bool) -> tuple[Entry, tuple[Tensor, ...] | None]:
         for work in move.works:
             work.wait()
         if self.rank != move.destination:
             return move.entry, None
-        parameter = None if self._share else self._held.get(move.entry.names)
+        parameter = None if share else self._held.get(move.entry.names)
         tensors = move.entry.layout.merge(move.shards)
         return move.entry, tuple(_own(tensor, parameter) for tensor in tensors)
 

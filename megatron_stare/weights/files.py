@@ -18,6 +18,12 @@ def refuse_existing(directory: str | Path) -> None:
         raise UserError(f"{directory} exists already; remove it or choose another directory")
 
 
+def free_space(target: str | Path) -> tuple[Path, int]:
+    """Where something named `target` would lie, as far as that exists, and the bytes that are free there."""
+    folder = next(path for path in Path(target).absolute().parents if path.is_dir())
+    return folder, shutil.disk_usage(folder).free
+
+
 class StagedDirectory:
     """A directory beside `target` that takes its name only once it is complete and on the disk.
 

@@ -43,6 +43,11 @@ class Entry:
     copy: bool = False
 
     @property
+    def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each Hugging Face tensor in the parameter."""
+        return list(zip(self.hf, self.layout.hf_shapes, strict=True))
+
+    @property
     def is_expert(self) -> bool:
         """Whether this is an expert's: on one rank of the expert-parallel group, whole there."""
         return len(self.place) == 2
@@ -82,13 +87,6 @@ def tp_choices(config: HFConfig) -> list[int]:
         for n in range(1, config.num_kv_heads + 1)
         if config.num_kv_heads % n == 0 and config.dense_ffn_size % n == 0
     ]
-
-
-def check_ep(config: HFConfig, ep_size: int) -> None:
-    """Raise UserError when expert parallelism of this size cannot share out the model's experts."""
-    if ep_size > 1 and (config.num_experts == 0 or config.num_experts % ep_size):
-        has = f"{config.num_experts} experts" if config.num_experts else "no experts"
-        raise UserError(f"ep={ep_size}: the model has {has}; ep must divide their number, or be 1")
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_stare.errors import UserError
 from megatron_stare.weights.dcp import Chunk, Stored
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+from megatron_stare.weights.stream import DTYPES
 
 
 class TensorFiles:
@@ -40,7 +39,7 @@ class TensorFiles:
         base, header = self._headers[file]
         entry = header[name]
         start = base + entry["data_offsets"][0]
-        return SafetensorsSlice(descriptor, file, start, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        return SafetensorsSlice(descriptor, file, start, tuple(entry["shape"]), DTYPES[entry["dtype"]])
 
     def box(
         self, chunks: tuple[Chunk, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype

@@ -87,9 +87,7 @@ def check_source(source: CheckpointSource, entries: Iterable[Entry], config: HFC
         UserError: a tensor is missing, has another shape or a quantised dtype, or is one that the family
             does not know (weights that would be dropped in silence).
     """
-    wanted = {
-        name: shape for entry in entries for name, shape in zip(entry.hf, entry.layout.hf_shapes, strict=True)
-    }
+    wanted = {name: shape for entry in entries for name, shape in entry.hf_tensors}
     missing = [name for name in wanted if name not in source]
     if missing:
         raise UserError(f"{source.directory} lacks {_some(missing)}, which {config.architecture} needs")

@@ -20,18 +20,20 @@ from torch import Tensor
 
 from megatron_stare.weights.pwrite import write_at
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
 }
+"""What safetensors calls torch's dtypes."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,10 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     for spec in specs:
         if spec.name in entries:
             raise ValueError(f"tensor {spec.name} was given twice")
-        if spec.dtype not in _DTYPES:
+        if spec.dtype not in _NAMES:
             raise ValueError(f"{spec.name}: safetensors has no {spec.dtype}")
         entries[spec.name] = {
-            "dtype": _DTYPES[spec.dtype],
+            "dtype": _NAMES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [start, start + spec.nbytes],
         }

@@ -11,6 +11,7 @@ import torch
 from megatron_stare.errors import UserError
 from megatron_stare.weights.families import FAMILIES
 from megatron_stare.weights.files import staged_directory
+from megatron_stare.weights.reference import no_progress_bar
 
 _EMBEDDING_STD = 0.02
 
@@ -111,13 +112,6 @@ def write_tiny_checkpoint(
 
 
 def save_model(model: Any, directory: Path) -> None:
-    """transformers' own save_pretrained, without its progress bar (which takes longer than the saving)."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    """transformers' own save_pretrained, without its progress bar."""
+    with no_progress_bar():
         model.save_pretrained(directory)
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -78,7 +78,7 @@ class ToHF:
 
     def _specs(self, entry: Entry) -> list[TensorSpec]:
         dtype = self.dtypes[entry.key]
-        return [TensorSpec(n, s, dtype) for n, s in zip(entry.hf, entry.layout.hf_shapes, strict=True)]
+        return [TensorSpec(name, shape, dtype) for name, shape in entry.hf_tensors]
 
     def _items(self, stored: dict[str, StoredTensor]) -> list[_Item]:
         finders = {e.key: _ChunkFinder(stored[e.key], len(e.grid)) for e in self.entries}

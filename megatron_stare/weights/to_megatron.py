@@ -24,8 +24,7 @@ from megatron_stare.weights.pieces import Piece, global_shape, nbytes, pieces
 from megatron_stare.weights.pool import share_out
 from megatron_stare.weights.pread import TensorFiles
 from megatron_stare.weights.source import CheckpointSource, check_source
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+from megatron_stare.weights.stream import DTYPES
 
 
 @dataclass
@@ -93,7 +92,7 @@ class ToMegatron:
         found: dict[str, torch.dtype] = {}
         for entry in self.entries:
             for name in entry.hf:
-                stored = self.dtype or _DTYPES[reader.slice(name).get_dtype()]
+                stored = self.dtype or DTYPES[reader.slice(name).get_dtype()]
                 found[entry.key] = torch.promote_types(found.get(entry.key, stored), stored)
         return found
 

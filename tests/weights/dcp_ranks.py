@@ -37,7 +37,7 @@ def save_training(checkpoints: dict[str, str], directory: str) -> None:
         layout = {"parallel.tp": 2, "parallel.sequence_parallel": True}
         engine = make_engine(path, **layout, **{"model.dtype": dtype})
         update(engine, seed=0)
-        save_hf(Path(directory) / name / "exported", engine.exporter(), path)
+        save_hf(Path(directory) / name / "exported", engine.exporter, path)
         engine.save(Path(directory) / name / "run" / "checkpoints", 7, {"steps": 7}, keep_last=1)
         leave_model_parallel()
 

@@ -26,7 +26,6 @@ from megatron_stare.weights import (
     Exporter,
     HFConfig,
     global_parameters,
-    iter_hf_weights,
     load_hf_weights,
     read_hf_config,
     save_hf,
@@ -126,7 +125,8 @@ def _build(hf: HFConfig, parallel, dtype: torch.dtype) -> list[torch.nn.Module]:
 
 
 def _export(models, hf: HFConfig, path: str, parallel) -> dict:
-    items = list(iter_hf_weights(models, hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size))
+    exporter = Exporter(models, hf, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    items = list(exporter.to_rank_0())
     result = {"names": [name for name, _ in items], "whole": sum(t is not None for _, t in items)}
     if parallel.rank == 0:
         stored = load_file(f"{path}/model.safetensors")
