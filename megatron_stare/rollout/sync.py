@@ -4,7 +4,8 @@
     publisher.publish(named_tensors, version=7)   # now every server serves version 7, and says so
 
 Both ways, `disk` and `distributed`, share what this file says: generation is
-paused meanwhile, old cache is dropped, the version is read back from every server.
+paused meanwhile, what was cached with the old weights is dropped, the version is
+read back from every server.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Publisher(abc.ABC):
         self._rollout = rollout
         self._endpoints = endpoints
         # Three a server: updates that hang, two at most, must not keep their cleaning up from being sent.
-        # One to lead them.
-        self._pool = ThreadPoolExecutor(3 * len(endpoints.servers) + 1, thread_name_prefix="publish")
+        # Three to lead them.
+        self._pool = ThreadPoolExecutor(3 * len(endpoints.servers) + 3, thread_name_prefix="publish")
 
     def publish(self, named_tensors: NamedTensors, version: int) -> None:
         """Make every server serve these weights as `version`.
@@ -56,11 +57,10 @@ class Publisher(abc.ABC):
         try:
             try:
                 self._send(remaining, version)
-                flushing = self._pool.submit(self._each, "/flush_cache", {})
-                self._verify(version)
-                flushing.result()
+                verifying = self._pool.submit(self._verify, version)
             finally:
                 self._each("/continue_generation", {})
+            verifying.result()
         except Exception as error:
             for _ in remaining:
                 pass
@@ -70,7 +70,7 @@ class Publisher(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Pause the servers, give all weights to them and set their version."""
+        """Pause the servers, have them drop their cache, give all weights to them and set their version."""
 
     def _pause(self) -> None:
         """End what the servers generate now, and let nothing new begin."""

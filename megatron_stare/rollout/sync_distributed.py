@@ -72,23 +72,29 @@ class DistributedPublisher(Publisher):
         self._each("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _begin(self, version: int) -> None:
-        self._pause()
         # Until the end of the update a server holds a mixture, which must pass for neither version.
-        self._set_version(f"incomplete-{version}")
+        marking = self._pool.submit(self._set_version, f"incomplete-{version}")
+        self._pause()
+        flushing = self._pool.submit(self._each, "/flush_cache", {})  # nothing new is cached from here on
         if self._group is None:
             self._connect()
-        for url in self._endpoints.servers:
-            path = "/begin_weight_update"
-            try:
-                status, answer = self._endpoints.call(url, path, {}, timeout=CONTROL_TIMEOUT)
-            except OSError as error:
-                raise RolloutError(f"{url}{path}: no answer ({error})") from error
-            if status == 404:
-                self._sessions = False
-            elif status == 400 and "already open" in str(answer):  # left by a publish that failed
-                continue
-            elif status != 200:
-                raise RolloutError(f"{url}{path}: {status} {str(answer)[:500]}")
+        for beginning in [self._pool.submit(self._begin_session, url) for url in self._endpoints.servers]:
+            beginning.result()
+        for call in (marking, flushing):
+            call.result()
+
+    def _begin_session(self, url: str) -> None:
+        path = "/begin_weight_update"
+        try:
+            status, answer = self._endpoints.call(url, path, {}, timeout=CONTROL_TIMEOUT)
+        except OSError as error:
+            raise RolloutError(f"{url}{path}: no answer ({error})") from error
+        if status == 404:
+            self._sessions = False
+        elif status == 400 and "already open" in str(answer):  # left by a publish that failed
+            return
+        elif status != 200:
+            raise RolloutError(f"{url}{path}: {status} {str(answer)[:500]}")
 
     def _broadcast(
         self, flat: torch.Tensor, names: list[str], dtypes: list[str], shapes: list[list[int]]
