@@ -33,7 +33,7 @@ def quickstart(directory: Path, seed: int, overrides: list[str]) -> int:
     begin = time.monotonic()
     model = directory / "model"
     if not model.is_dir():
-        _write_model(model, seed)
+        write_policy(model, seed)
     files = {"sft": RunFiles(directory / "sft"), **{n: RunFiles(directory / n) for n in _RUNS.values()}}
     for name, run in files.items():
         if _is_done(run):
@@ -76,7 +76,8 @@ def compare(metrics: dict[str, list[dict]], target: float) -> dict[str, dict[str
     return rows
 
 
-def _write_model(model: Path, seed: int) -> None:
+def write_policy(model: Path, seed: int) -> None:
+    """Write the policy of the sums task, untrained: Qwen3 of 0.4M parameters with a tokenizer of its own."""
     from megatron_stare.tasks import load_tokenizer
     from megatron_stare.tasks.sums import VOCABULARY, write_tokenizer
     from megatron_stare.weights import write_tiny_checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,10 @@ class Sampler:
         return kept + uniform[: wanted - len(kept)], metrics
 
     def evaluate(self, weight_version: int, status: Callable[[str], None]) -> dict[str, float]:
-        """Mean reward, pass@k and distinct right answers a prompt, on the first held-out prompts."""
+        """Mean reward, pass@k and distinct right answers a prompt, on the first held-out prompts.
+
+        pass@k for the number of samples and for every power of four below it.
+        """
         evaluation, task = self.config.evaluation, self.config.task
         if evaluation.source:
             task = task.model_copy(update={"source": evaluation.source})
@@ -71,10 +75,14 @@ class Sampler:
         prompts = PromptCursor(source, held_out, shuffle=False).next(evaluation.prompts)
         groups, _ = self._sample_and_score(prompts, evaluation.samples, weight_version, status)
         right = [[r for r in group.responses if r.reward > 0] for group in groups]
-        count = len(groups)
+        n, count = evaluation.samples, len(groups)
+        passed = {
+            f"eval/pass@{k}": sum(pass_at_k(n, len(responses), k) for responses in right) / count
+            for k in sorted({4**power for power in range(1, 7) if 4**power < n} | {n})
+        }
         return {
-            "eval/reward": sum(r.reward for g in groups for r in g.responses) / (count * evaluation.samples),
-            f"eval/pass@{evaluation.samples}": sum(bool(responses) for responses in right) / count,
+            "eval/reward": sum(r.reward for g in groups for r in g.responses) / (count * n),
+            **passed,
             "eval/distinct_right": sum(len({r.text for r in responses}) for responses in right) / count,
         }
 
@@ -99,6 +107,14 @@ class Sampler:
         """End the reward pool and the client's thread."""
         self.scorer.close()
         self.client.close()
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that k of the samples, drawn without replacement, hold a right one.
+
+    The unbiased estimate of arXiv 2107.03374, section 2.1; k is at most `samples`.
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def _is_uniform(group: Group) -> bool:

@@ -1,0 +1,1 @@
+"""Long experiments, each one command; their results are in docs/."""
