@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_stare.config.parts import entropy_control, objective_spec
 from megatron_stare.config.schema import AlgorithmSection, Config
-from megatron_stare.engine.batch import Microbatch, TrainSequence, plan_update
+from megatron_stare.engine.batch import Microbatch, TrainSequence
+from megatron_stare.engine.packing import plan_update
 from megatron_stare.engine.step import LossFunction, Signals
 from megatron_stare.objective import (
     TokenTerms,
