@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from megatron_stare.engine.batch import TrainSequence, pack, pack_update
