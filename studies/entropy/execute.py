@@ -84,7 +84,7 @@ class Study:
                     write_policy(model, seed)
             root = self.directory / f"warm-up-{seed}-{noise:g}"
             values = {"task.source_args": {"noise": noise}, "parallel.tp": 1}
-            if not (root / "outcome.json").exists():
+            if not (root / "hf").is_dir():
                 _train(CONFIGS / "sft.yaml", root, seed, model, values)
             return root / "hf"
 
@@ -94,7 +94,7 @@ def _train(config: Path, root: Path, seed: int, model: Path, values: dict) -> No
     root.mkdir(parents=True)
     values = {"run.dir": str(root), "run.seed": seed, "model.path": str(model), **values}
     overrides = [f"{key}={_yaml(value)}" for key, value in values.items()]
-    log = root.with_suffix(".log")
+    log = root.with_name(f"{root.name}.log")  # names hold dots
     with log.open("w") as output:
         command = [sys.executable, "-m", "megatron_stare", "train", str(config), *overrides]
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
