@@ -1,0 +1,88 @@
+"""The study's pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+_PANELS = (
+    ("entropy", "mean token entropy (nats)"),
+    ("reward/mean", "mean reward"),
+    ("reward/distinct_right", "distinct right answers\nof a prompt's 16 responses"),
+)
+_COLOURS = (
+    "tab:red",
+    "tab:blue",
+    "tab:green",
+    "tab:purple",
+    "tab:orange",
+    "tab:brown",
+    "tab:pink",
+    "tab:cyan",
+)
+_BAND = 0.15
+
+
+def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Entropy, reward and distinct right answers over the steps, a thin line a seed, with the target's band."""
+    figure = _figure(9, 9)
+    axes = figure.subplots(len(_PANELS), 1, sharex=True)
+    for colour, (name, records) in zip(_COLOURS, runs.items(), strict=False):
+        for number, record in enumerate(records):
+            for ax, (key, _) in zip(axes, _PANELS, strict=True):
+                numbers = _smooth(record["curves"][key])
+                steps = [i * record["every"] for i in range(len(numbers))]
+                label = name if number == 0 else None
+                ax.plot(steps, numbers, color=colour, linewidth=1.0, alpha=0.8, label=label)
+    targets = [record["target"] for records in runs.values() for record in records if record["target"]]
+    if targets:
+        mean = sum(targets) / len(targets)
+        axes[0].axhline(mean, color="black", linestyle="--", linewidth=1, label=f"target (mean {mean:.2f})")
+        axes[0].axhspan(mean * (1 - _BAND), mean * (1 + _BAND), color="black", alpha=0.06)
+    for ax, (_, label) in zip(axes, _PANELS, strict=True):
+        ax.set_ylabel(label)
+        ax.grid(alpha=0.25)
+    axes[1].set_ylim(0.7, 1.0)
+    axes[0].legend(fontsize="small")
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
+def plot_trade_off(points: list[dict[str, Any]], path: Path) -> None:
+    """Distinct right answers of 64 samples against reward, a point a setting, one colour a method."""
+    figure = _figure(8, 5.5)
+    ax = figure.subplots()
+    methods = list(dict.fromkeys(point["method"] for point in points))
+    shapes = "osD^vP*Xph<>"
+    handles = []
+    for number, method in enumerate(methods):
+        colour, marker = _COLOURS[number % len(_COLOURS)], shapes[number % len(shapes)]
+        handles.append(Line2D([], [], color=colour, marker=marker, linestyle="", label=method))
+        for point in points:
+            if point["method"] == method:
+                ax.plot(point["reward"], point["distinct"], marker, color=colour)
+                ax.annotate(
+                    point["label"], (point["reward"], point["distinct"]), fontsize=7,
+                    xytext=(4, 3), textcoords="offset points",
+                )  # fmt: skip
+    ax.set_xlabel("reward of the evaluation")
+    ax.set_ylabel("distinct right answers of 64 samples")
+    ax.grid(alpha=0.25)
+    ax.legend(handles=handles, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: it may look for a display
+    return figure
+
+
+def _smooth(numbers: list[float | None], half: int = 3) -> list[float]:
+    known = [number for number in numbers if number is not None]
+    windows = (known[max(0, i - half) : i + half + 1] for i in range(len(known)))
+    return [sum(window) / len(window) for window in windows]
