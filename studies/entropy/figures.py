@@ -28,7 +28,7 @@ _BAND = 0.15
 
 
 def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Entropy, reward and distinct right answers over the steps, a thin line a seed, with the target's band."""
+    """Entropy, reward and distinct right answers by step, a thin line a seed, with the band of the target."""
     figure = _figure(9, 9)
     axes = figure.subplots(len(_PANELS), 1, sharex=True)
     for colour, (name, records) in zip(_COLOURS, runs.items(), strict=False):
