@@ -14,6 +14,7 @@ import click
 
 from megatron_stare import __version__
 from megatron_stare.errors import Preempted, UserError
+from megatron_stare.plan.command import plan_options
 from megatron_stare.run.convert_options import convert_options, inspect_options
 
 DONE, FAILED, BAD_USAGE, PREEMPTED = 0, 1, 2, 75
@@ -89,6 +90,20 @@ def export(source: Path, target: Path, **options: Any) -> None:
     from megatron_stare.quant import export_fp8
 
     click.echo(export_fp8(source, target, **options).summary(target))
+
+
+@app.command()
+@_config
+@_overrides
+@plan_options
+def plan(config: Path, overrides: tuple[str, ...], **options: Any) -> int:
+    """Predict what CONFIG needs: memory, communication, time. Needs no GPU and no weights.
+
+    Exit code 1 if it does not fit, or breaks a rule.
+    """
+    from megatron_stare.plan.command import plan_command
+
+    return DONE if plan_command(config, list(overrides), **options) else FAILED
 
 
 @app.command()

@@ -43,6 +43,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
     return [
         *_check_layout(config, world_size),
         *_check_layers(config),
+        *_check_offload(config),
         *_check_batch(config, world_size),
         *_check_objective(config),
         *_check_rollout(config),
@@ -59,14 +60,16 @@ def run_directory(config: Config) -> Path:
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
-    for key, value, name in (("cp", parallel.cp, "context"), ("ep", parallel.ep, "expert")):
-        if value != 1:
-            yield f"parallel.{key}={value}: {name} parallelism comes with a later release; allowed: 1"
     if world_size % parallel.model_size:
         sizes = f"tp={parallel.tp} * pp={parallel.pp}" + (f" * cp={parallel.cp}" if parallel.cp > 1 else "")
         yield (
             f"parallel: {world_size} trainer ranks are not a multiple of {sizes} = {parallel.model_size}; "
             f"set parallel.world_size to a multiple, or change the sizes"
+        )
+    elif (stage := world_size // parallel.pp) % parallel.ep:
+        yield (
+            f"parallel.ep={parallel.ep}: does not divide the {stage} ranks of a pipeline stage "
+            f"(tp * cp * data-parallel replicas); allowed: {_divisors(stage)}"
         )
 
 
@@ -100,6 +103,18 @@ def _check_layers(config: Config) -> Iterator[str]:
         yield (
             "model.layers=transformer_engine: the package transformer-engine is not installed; "
             "install megatron_stare[gpu], or use local"
+        )
+
+
+def _check_offload(config: Config) -> Iterator[str]:
+    if not config.parallel.optimizer_offload:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield (
+            f"parallel.optimizer_offload={config.parallel.optimizer_offload:g}: moves the optimizer's state "
+            "out of a GPU's memory, and no GPU is here; allowed: 0"
         )
 
 
@@ -140,11 +155,29 @@ def _check_split(config: Config, model: HFConfig) -> Iterator[str]:
 
 
 def _check_experts(config: Config, model: HFConfig) -> Iterator[str]:
-    # Megatron adds up expert gradients over tensor-parallel ranks only where experts are shared out (ep > 1).
-    if model.num_experts and config.parallel.tp > 1:
+    parallel = config.parallel
+    if not model.num_experts:
+        if parallel.ep > 1:
+            yield f"parallel.ep={parallel.ep}: the model has no experts; allowed: 1"
+        if parallel.expert_balance:
+            yield f"parallel.expert_balance={parallel.expert_balance:g}: the model has no experts; allowed: 0"
+        return
+    if model.num_experts % parallel.ep:
         yield (
-            f"parallel.tp={config.parallel.tp}: a model with experts needs expert parallelism beside it, "
-            "which comes with a later release; allowed: 1"
+            f"parallel.ep={parallel.ep}: does not divide the model's {model.num_experts} experts; "
+            f"allowed: {_divisors(model.num_experts)}"
+        )
+    # Megatron adds up expert gradients over tensor-parallel ranks only where experts are shared out, and
+    # trains them there only with sequence parallelism.
+    if parallel.tp > 1 and parallel.ep == 1:
+        yield (
+            f"parallel.tp={parallel.tp}: a model with experts needs expert parallelism beside it: "
+            f"set parallel.ep, for example to {parallel.tp}, or use parallel.tp=1"
+        )
+    elif parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.sequence_parallel=false: a model with experts needs it with "
+            f"parallel.tp={parallel.tp}; set it to true"
         )
 
 
@@ -156,12 +189,17 @@ def _divisors(*sizes: int) -> str:
 def _check_batch(config: Config, world_size: int) -> Iterator[str]:
     batch, parallel = config.batch, config.parallel
     rl = config.objective == "rl"
+    # Context parallelism pads every sequence to a multiple of 2 * cp.
+    multiple = 2 * parallel.cp if parallel.cp > 1 else 1
     longest = config.task.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = -(-longest // multiple) * multiple
     if rl and longest > batch.max_tokens_per_microbatch:
+        padded = f", padded to a multiple of 2 * parallel.cp={parallel.cp}" if multiple > 1 else ""
         yield (
             f"batch.max_tokens_per_microbatch={batch.max_tokens_per_microbatch}: the longest sequence does "
             f"not fit (task.max_prompt_tokens={config.task.max_prompt_tokens} + "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}); allowed: at least {longest}"
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}{padded}); "
+            f"allowed: at least {longest}"
         )
     dp = world_size // parallel.model_size
     responses = batch.prompts_per_step * (batch.responses_per_prompt if rl else 1) // batch.updates_per_step

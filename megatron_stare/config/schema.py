@@ -60,12 +60,22 @@ class ParallelSection(Section):
     distributed_optimizer: bool = False
     overlap: bool = Field(False, description="overlap gradient reduction with the backward pass")
     recompute: Literal["none", "full", "selective"] = "none"
+    optimizer_offload: float = Field(
+        0.0, ge=0, le=1, description="share of the optimizer's state kept in the host's memory; needs CUDA"
+    )
+    expert_balance: float = Field(
+        0.0, ge=0, description="of an auxiliary loss that spreads tokens over experts; 0: none, usual in RL"
+    )
     timeout_minutes: float = Field(60.0, gt=0, description="limit of one collective")
 
     @model_validator(mode="after")
     def _compatible(self) -> ParallelSection:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel=true needs tp > 1")
+        if self.optimizer_offload and not self.distributed_optimizer:
+            raise ValueError(
+                f"optimizer_offload={self.optimizer_offload} needs distributed_optimizer=true"
+            )
         if self.vpp is not None and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pp > 1")
         if self.world_size is not None and self.world_size % self.model_size:

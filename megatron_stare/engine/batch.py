@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megatron_stare.engine.attention import PackedSequences
+from megatron_stare.engine.context import WHOLE, Context, OwnTokens
 from megatron_stare.objective import global_token_ids
 
 
@@ -37,24 +38,29 @@ class TrainSequence:
 
 @dataclass
 class Microbatch:
-    """Sequences laid end to end; T tokens including padding, N response tokens.
+    """This rank's part of sequences laid end to end; T tokens including padding, N response tokens.
 
-    `tokens`, `positions`, `labels` (int64 [1, T]) and `loss_mask` (bool [1, T], position t predicts a
-    response token at t + 1) go to the model; `advantages` and `sampler_log_probs` (float32 [N]) to the
-    objective, in the order in which the model returns its response tokens. So are, of each response token,
-    `sequence_of` (int64 [N]), its sequence in this microbatch, and `token_numbers` (int64 [N]), an id that is
-    the token's own in the whole step.
+    `tokens`, `positions`, `labels` (int64 [1, T]), `loss_mask` (bool [1, T], position t predicts a response
+    token at t + 1) and `padding` (bool [1, T]) go to the model; `advantages` and `sampler_log_probs` (float32
+    [N]) to the objective, in the order in which the model returns its response tokens. So are, of each
+    response token, `sequence_of` (int64 [N]), its sequence in this microbatch, and `token_numbers` (int64
+    [N]), an id that is the token's own in the whole step. `sequence_tokens` (int64, one for each sequence)
+    counts the response tokens of whole sequences, and `own` says which of those are here: all, without
+    context parallelism.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
+    padding: torch.Tensor
     packed: PackedSequences
     advantages: torch.Tensor
     sampler_log_probs: torch.Tensor
     sequence_of: torch.Tensor
     token_numbers: torch.Tensor
+    sequence_tokens: torch.Tensor
+    own: OwnTokens
 
     @property
     def length(self) -> int:
@@ -67,54 +73,84 @@ class Microbatch:
         return self.advantages.shape[0]
 
 
-def pack(sequences: list[TrainSequence], length: int, device: torch.device) -> Microbatch:
-    """Lay sequences end to end and pad to `length`; padding is a sequence of its own, never in the mask."""
+def packed_length(sequences: list[TrainSequence], context: Context = WHOLE) -> int:
+    """Tokens that the sequences take together, over all context-parallel ranks."""
+    return sum(context.padded(len(sequence)) for sequence in sequences)
+
+
+def pack(
+    sequences: list[TrainSequence], length: int, device: torch.device, context: Context = WHOLE
+) -> Microbatch:
+    """Lay sequences end to end and pad to `length`, of which this rank takes its part of `context`.
+
+    Padding is a sequence of its own, never in the mask; so are the tokens that fill a sequence up to what
+    context parallelism divides, which under a causal mask no token before them sees.
+    """
     tokens = np.zeros(length, dtype=np.int64)
     labels = np.zeros(length, dtype=np.int64)
     positions = np.zeros(length, dtype=np.int64)
     mask = np.zeros(length, dtype=bool)
-    start = 0
+    padding = np.ones(length, dtype=bool)
+    lengths, start = [], 0
     for sequence in sequences:
         end = start + len(sequence)
         tokens[start:end] = sequence.token_ids
-        positions[start:end] = np.arange(len(sequence))
-        # Shifted within the sequence and before any split of it, so no label crosses a boundary.
+        # Shifted within the sequence and before it is split, so no label crosses a boundary.
         labels[start : end - 1] = sequence.token_ids[1:]
         mask[start : end - 1] = sequence.response_mask[1:]
-        start = end
+        padding[start:end] = False
+        lengths.append(context.padded(len(sequence)))
+        positions[start : start + lengths[-1]] = np.arange(lengths[-1])
+        start += lengths[-1]
     positions[start:] = np.arange(length - start)
-    lengths = [len(sequence) for sequence in sequences] + ([length - start] if start < length else [])
+    if start < length:
+        lengths.append(length - start)
+    rows = context.own_rows(lengths)
+    own = (np.cumsum(mask) - 1)[rows[mask[rows]]]  # of each response token here, its place among all
     counts = [int(sequence.response_mask[1:].sum()) for sequence in sequences]
     sampler = [
         s.sampler_log_probs if s.sampler_log_probs is not None else np.zeros(n, dtype=np.float32)
         for s, n in zip(sequences, counts, strict=True)
     ]
     advantages = np.repeat(np.array([s.advantage for s in sequences], dtype=np.float32), counts)
+    numbers = global_token_ids([s.number for s in sequences], counts).numpy()
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     return Microbatch(
-        tokens=put(tokens)[None],
-        positions=put(positions)[None],
-        labels=put(labels)[None],
-        loss_mask=put(mask)[None],
-        packed=PackedSequences.of_lengths(lengths, device),
-        advantages=put(advantages),
-        sampler_log_probs=put(np.concatenate([np.zeros(0), *sampler]).astype(np.float32)),
-        sequence_of=put(np.repeat(np.arange(len(sequences)), counts)),
-        token_numbers=global_token_ids([s.number for s in sequences], counts, device),
+        tokens=put(tokens[rows])[None],
+        positions=put(positions[rows])[None],
+        labels=put(labels[rows])[None],
+        loss_mask=put(mask[rows])[None],
+        padding=put(padding[rows])[None],
+        packed=PackedSequences.of_lengths(lengths, device, context),
+        advantages=put(advantages[own]),
+        sampler_log_probs=put(np.concatenate([np.zeros(0), *sampler]).astype(np.float32)[own]),
+        sequence_of=put(np.repeat(np.arange(len(sequences)), counts)[own]),
+        token_numbers=put(numbers[own]),
+        sequence_tokens=put(np.array(counts, dtype=np.int64)),
+        own=OwnTokens(context, put(own), sum(counts)),
     )
 
 
 def pack_update(
-    microbatches: list[list[TrainSequence]], *, common_length: int | None, multiple: int, device: torch.device
+    microbatches: list[list[TrainSequence]],
+    *,
+    common_length: int | None,
+    multiple: int,
+    device: torch.device,
+    context: Context = WHOLE,
 ) -> list[Microbatch]:
-    """Pack one replica's microbatches; `common_length` makes all alike, as pipeline stages exchange them."""
+    """Pack one replica's microbatches; `common_length` makes all alike, as pipeline stages exchange them.
+
+    Lengths are those over all context-parallel ranks, rounded up to `multiple`.
+    """
 
     def rounded(tokens: int) -> int:
         return max(1, -(-tokens // multiple)) * multiple
 
     return [
-        pack(chosen, rounded(common_length or sum(map(len, chosen))), device) for chosen in microbatches
+        pack(chosen, rounded(common_length or packed_length(chosen, context)), device, context)
+        for chosen in microbatches
     ]

@@ -11,7 +11,7 @@ import torch
 
 from megatron_stare.config.schema import Config
 from megatron_stare.engine import checkpoint, step
-from megatron_stare.engine.batch import Microbatch, TrainSequence, pack_update
+from megatron_stare.engine.batch import Microbatch, TrainSequence, pack_update, packed_length
 from megatron_stare.engine.device import Device
 from megatron_stare.engine.model import build_models, transformer_config
 from megatron_stare.engine.optimizer import LearningRate, build_optimizer, wrap_data_parallel
@@ -36,6 +36,7 @@ class Engine:
             device,
             dtype=getattr(torch, config.model.dtype),
             recompute=layout.recompute,
+            expert_balance=layout.expert_balance,
         )
         rl = config.objective == "rl"
 
@@ -71,6 +72,7 @@ class Engine:
             eps=optimizer.eps,
             clip_grad=optimizer.clip_grad,
             distributed=layout.distributed_optimizer,
+            offload=layout.optimizer_offload,
         )
         self.learning_rate = LearningRate(
             peak=optimizer.lr,
@@ -81,13 +83,19 @@ class Engine:
         )
 
     def pack(self, microbatches: list[list[TrainSequence]]) -> list[Microbatch]:
-        """Lay this replica's share of an update out on the device."""
-        longest = max(sum(map(len, chosen)) for chosen in microbatches)
+        """Lay this rank's part of its replica's share of an update out on the device."""
+        parallel = self.parallel
+        longest = max(packed_length(chosen, parallel.context) for chosen in microbatches)
+        # Megatron's all-gather of tokens to experts takes equally many from every rank.
+        among_experts = parallel.ep_size > 1 and self.model_config.moe_token_dispatcher_type == "allgather"
+        if among_experts:
+            longest = parallel.largest(longest)
         return pack_update(
             microbatches,
-            common_length=longest if self.parallel.pp_size > 1 else None,
-            multiple=self.parallel.tp_size if self.parallel.sequence_parallel else 1,
+            common_length=longest if parallel.pp_size > 1 or among_experts else None,
+            multiple=parallel.length_multiple,
             device=self.device.torch,
+            context=parallel.context,
         )
 
     def measure(self, microbatches: list[Microbatch]) -> step.Signals:

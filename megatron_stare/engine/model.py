@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_stare.engine.attention import PackedAttention, RMSNorm
+from megatron_stare.engine.balance import BalancingRouter
 from megatron_stare.engine.device import Device
 from megatron_stare.engine.logprob import log_prob_and_entropy
 from megatron_stare.engine.parallel import Parallel
@@ -34,6 +35,14 @@ class PolicyModel(GPTModel):
 
     temperature: float = 1.0
     real_vocab_size: int = 0
+
+    def forward(self, *args, padding_mask=None, **kwargs):
+        """Megatron's, with the padding for balancing routers alone, and cut alike on every stage."""
+        if not self.config.moe_aux_loss_coeff:
+            return super().forward(*args, **kwargs)
+        if self.config.sequence_parallel and not self.pre_process:  # Megatron cuts it on the first stage only
+            padding_mask = padding_mask.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+        return super().forward(*args, padding_mask=padding_mask, **kwargs)
 
     def _postprocess(self, hidden_states, labels=None, loss_mask=None, **_unused):
         if not self.post_process:
@@ -65,9 +74,18 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int) -> int:
 
 
 def transformer_config(
-    hf: HFConfig, parallel: Parallel, device: Device, *, dtype: torch.dtype, recompute: str = "none"
+    hf: HFConfig,
+    parallel: Parallel,
+    device: Device,
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    expert_balance: float = 0.0,
 ) -> TransformerConfig:
-    """Megatron's config for a Hugging Face architecture. Fusions that need CUDA are left to the TE layers."""
+    """Megatron's config for a Hugging Face architecture. Fusions that need CUDA are left to the TE layers.
+
+    `expert_balance`: coefficient of the auxiliary loss that spreads tokens over experts.
+    """
     recomputing = {
         "none": {},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -95,6 +113,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
         virtual_pipeline_model_parallel_size=parallel.vpp_size,
+        context_parallel_size=parallel.cp_size,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -108,13 +127,13 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        **_moe_arguments(hf, parallel, device),
+        **_moe_arguments(hf, parallel, device, expert_balance),
         **interleaved,
         **recomputing,
     )
 
 
-def _moe_arguments(hf: HFConfig, parallel: Parallel, device: Device) -> dict:
+def _moe_arguments(hf: HFConfig, parallel: Parallel, device: Device, balance: float) -> dict:
     if not hf.num_experts:
         return {}
     return {
@@ -124,7 +143,8 @@ def _moe_arguments(hf: HFConfig, parallel: Parallel, device: Device) -> dict:
         # The softmax over the chosen experts alone is the rescaled one over all.
         "moe_router_pre_softmax": not hf.normalize_experts,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "aux_loss" if balance else "none",
+        "moe_aux_loss_coeff": balance,
         "moe_token_dispatcher_type": device.dispatcher,
         "moe_grouped_gemm": device.layers == "transformer_engine",
         "expert_model_parallel_size": parallel.ep_size,
@@ -156,6 +176,8 @@ def _block_spec(config: TransformerConfig, layers: str, vp_stage: int | None) ->
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = norm
+    if config.moe_aux_loss_coeff:
+        layer.submodules.mlp.submodules.router = BalancingRouter
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 

@@ -70,8 +70,20 @@ def build_optimizer(
     eps: float = 1e-8,
     clip_grad: float = 1.0,
     distributed: bool = False,
+    offload: float = 0.0,
 ) -> MegatronOptimizer:
-    """Megatron's Adam over `models`, which already hold the weights to start from."""
+    """Megatron's Adam over `models`, which already hold the weights to start from.
+
+    `offload`: the share of its states and float32 weights that stay in the host's memory and are updated
+    there; needs CUDA and a distributed optimizer.
+    """
+    # Offloading keeps the float32 weights itself, which Megatron calls a precision-aware optimizer.
+    offloading = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": offload,
+        "use_precision_aware_optimizer": True,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -84,6 +96,7 @@ def build_optimizer(
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=distributed,
+            **(offloading if offload else {}),
         ),
         models,
     )

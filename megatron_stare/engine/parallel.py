@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_stare.engine.context import Context
 from megatron_stare.engine.device import Device
 
 
@@ -28,11 +30,15 @@ class Parallel:
     vpp_size: int | None
     dp_rank: int
     dp_size: int
+    cp_rank: int
+    cp_size: int
     ep_rank: int
     ep_size: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
+    device: torch.device
+    cp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup  # the ranks among which a stage's tokens are shared out
     sequence_parallel: bool
 
     @property
@@ -44,6 +50,17 @@ class Parallel:
     def microbatch_multiple(self) -> int:
         """Megatron's interleaved schedule wants a number of microbatches that the pipeline divides."""
         return self.pp_size if self.vpp_size else 1
+
+    @property
+    def context(self) -> Context:
+        """How sequences are cut over context-parallel ranks."""
+        return Context(self.cp_rank, self.cp_size, self.cp_group)
+
+    @property
+    def length_multiple(self) -> int:
+        """What the tokens of a microbatch, over its context-parallel ranks, must be a multiple of."""
+        pieces = self.tp_size if self.sequence_parallel else 1
+        return self.cp_size * math.lcm(2 if self.cp_size > 1 else 1, pieces)
 
     @property
     def last_stage_rank(self) -> int:
@@ -64,6 +81,12 @@ class Parallel:
         outgoing = [shards[replica] for replica in placement] if self.rank == 0 else None
         dist.scatter_object_list(received, outgoing, src=0)
         return received[0]
+
+    def largest(self, value: int) -> int:
+        """The largest of the values that replicas give; collective."""
+        box = torch.tensor([value], device=self.device)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self.dp_cp_group)
+        return int(box)
 
     def agree_on(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -111,11 +134,15 @@ def initialize(
         vpp_size=vpp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=cp,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=ep,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        device=device.torch,
+        cp_group=parallel_state.get_context_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         sequence_parallel=sequence_parallel,
     )
 

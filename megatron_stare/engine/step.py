@@ -1,7 +1,8 @@
 """The two passes of a step: measure (log-probs and entropy, no gradient) and learn (one optimizer update).
 
 Both run through Megatron's own forward-backward schedules, so pipeline, virtual pipeline and gradient
-overlap are Megatron's. Every sum is taken over microbatches and replicas before anything is divided.
+overlap are Megatron's. Every sum is taken over microbatches, replicas and context-parallel ranks before
+anything is divided.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_stare.engine.balance import announce_tokens
 from megatron_stare.engine.batch import Microbatch
 from megatron_stare.engine.parallel import Parallel
 
@@ -23,7 +25,7 @@ LossFunction = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, d
 
 @dataclass
 class Signals:
-    """What the policy says of a replica's batch at the start of the step.
+    """What the policy says of this rank's tokens of the batch at the start of the step.
 
     `log_probs` and `entropy` hold float32 [N] a microbatch (nats); `mean_entropy` is the mean over the
     response tokens of the whole global batch; `tokens` is their number.
@@ -45,7 +47,7 @@ class UpdateStats:
 
 
 def measure(models: list[torch.nn.Module], microbatches: list[Microbatch], parallel: Parallel) -> Signals:
-    """Log-probs and entropy of every response token, equal on all ranks of the replica."""
+    """Log-probs and entropy of every response token, equal on all ranks that hold the same tokens."""
     with torch.no_grad():
         outputs = _run(
             models,
@@ -61,7 +63,7 @@ def measure(models: list[torch.nn.Module], microbatches: list[Microbatch], paral
     totals = torch.zeros(2, dtype=torch.float64, device=microbatches[0].tokens.device)
     for output in outputs:
         totals += torch.stack([output[1].double().sum(), output.new_tensor(output.shape[1]).double()])
-    dist.all_reduce(totals, group=parallel.dp_group)
+    dist.all_reduce(totals, group=parallel.dp_cp_group)
     entropy, tokens = totals.tolist()
     return Signals(
         log_probs=[output[0] for output in outputs],
@@ -82,6 +84,7 @@ def learn(
     lr: float,
 ) -> UpdateStats:
     """One optimizer update on `loss` summed over the global batch and divided by `normalizer`."""
+    announce_tokens(models, microbatches, parallel)
     for model in models:
         model.zero_grad_buffer()
     optimizer.zero_grad()
@@ -112,6 +115,7 @@ def _run(models, microbatches, parallel, closure, **schedule):
             labels=mb.labels,
             loss_mask=mb.loss_mask,
             packed_seq_params=mb.packed,
+            padding_mask=mb.padding,
         )
         return output, lambda out, **kwargs: closure(i, out, **kwargs)
 
@@ -122,19 +126,20 @@ def _run(models, microbatches, parallel, closure, **schedule):
         data_iterator=feeds if several else feeds[0],
         model=models if several else models[0],
         num_microbatches=len(microbatches),
-        seq_length=microbatches[0].length,
+        # Of all context-parallel ranks: the schedule divides it by their number.
+        seq_length=microbatches[0].length * parallel.cp_size,
         micro_batch_size=1,
         **schedule,
     )
 
 
 def _reduce_sums(collected: list[dict[str, torch.Tensor]], parallel: Parallel) -> dict[str, float]:
-    """Add the microbatches' sums up over microbatches and replicas; equal on all ranks afterwards."""
+    """Add the microbatches' sums up over microbatches and ranks; equal on all ranks afterwards."""
     box = [None]
     if parallel.is_last_stage:
         names = sorted(set(itertools.chain.from_iterable(collected)))
         totals = torch.stack([sum(mb[name].double() for mb in collected) for name in names])
-        dist.all_reduce(totals, group=parallel.dp_group)
+        dist.all_reduce(totals, group=parallel.dp_cp_group)
         box = [dict(zip(names, totals.tolist(), strict=True))]
     if parallel.pp_size > 1:
         dist.broadcast_object_list(box, src=parallel.last_stage_rank, group=parallel.pp_group)

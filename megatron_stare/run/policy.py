@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,12 +76,14 @@ def share_out(
     updates: int,
     max_tokens: int,
     multiple: int = 1,
+    length_of: Callable[[int], int] = int,
     normalization: str = "token_mean",
     max_response_tokens: int | None = None,
 ) -> list[Share]:
     """Cut the step into updates of consecutive sequences and give each replica a balanced part of each.
 
-    `normalization` and `max_response_tokens` decide N, see `objective.normalizer`.
+    `length_of` says how many tokens a sequence takes when it is packed (`Context.padded`), for the budget
+    `max_tokens`. `normalization` and `max_response_tokens` decide N, see `objective.normalizer`.
     """
     for number, sequence in enumerate(sequences):
         sequence.number = number
@@ -88,7 +91,7 @@ def share_out(
     shares = [Share([], []) for _ in range(replicas)]
     for start in range(0, len(sequences), size):
         part = sequences[start : start + size]
-        schedule = plan_update([len(s) for s in part], replicas, max_tokens, multiple)
+        schedule = plan_update([length_of(len(s)) for s in part], replicas, max_tokens, multiple)
         divisor = normalizer(normalization, [s.response_tokens for s in part], max_response_tokens)
         for share, microbatches in zip(shares, schedule, strict=True):
             share.updates.append([[part[i] for i in chosen] for chosen in microbatches])
@@ -143,29 +146,58 @@ def rl_loss(config: Config, microbatches: list[Microbatch], targets: Targets, st
 
     def loss(i: int, log_probs: torch.Tensor, entropy: torch.Tensor):
         mb, number = microbatches[i], start + i
-        advantages = mb.advantages
-        if targets.advantage_factor != 1:
-            advantages = advantages * targets.advantage_factor
-        multipliers = None
-        if kind == "sequence_mean":
-            multipliers = token_multipliers(kind, torch.bincount(mb.sequence_of))
+        # A loss by sequence needs all its tokens: every context-parallel rank then computes the same.
+        whole = spec.needs_sequence and mb.own.context.size > 1
+        tokens = _token_inputs(mb, targets, number)
+        terms = targets.terms[number]
+        multipliers = token_multipliers(kind, mb.sequence_tokens) if kind == "sequence_mean" else None
+        if whole:
+            log_probs, entropy = mb.own.gather(torch.stack([log_probs, entropy]))
+            tokens, terms = _gather_constants(mb, tokens, terms)
+        elif multipliers is not None:
+            multipliers = multipliers[mb.own.index]
         result = objective_loss(
             spec,
             log_probs,
             entropy,
-            targets.old_log_probs[number],
-            advantages,
-            torch.ones_like(log_probs, dtype=torch.bool),
-            sequence=mb.sequence_of,
-            weights=targets.weights[number],
-            sampler_log_probs=mb.sampler_log_probs,
-            reference_log_probs=targets.reference[number],
-            terms=targets.terms[number],
+            mask=torch.ones_like(log_probs, dtype=torch.bool),
+            terms=terms,
             multipliers=multipliers,
+            **tokens,
         )
-        return result.loss_sum, result.metrics
+        if not whole:
+            return result.loss_sum, result.metrics
+        size = mb.own.context.size
+        return result.loss_sum / size, {name: total / size for name, total in result.metrics.items()}
 
     return loss
+
+
+def _token_inputs(mb: Microbatch, targets: Targets, number: int) -> dict[str, torch.Tensor | None]:
+    """What `objective_loss` takes by token and as constants, for microbatch `number` of the step."""
+    advantages = mb.advantages
+    if targets.advantage_factor != 1:
+        advantages = advantages * targets.advantage_factor
+    return {
+        "old_log_probs": targets.old_log_probs[number],
+        "advantages": advantages,
+        "sequence": mb.sequence_of,
+        "weights": targets.weights[number],
+        "sampler_log_probs": mb.sampler_log_probs,
+        "reference_log_probs": targets.reference[number],
+    }
+
+
+def _gather_constants(mb: Microbatch, tokens: dict[str, torch.Tensor | None], terms: TokenTerms | None):
+    """`tokens` and `terms` of all context-parallel ranks, in one exchange."""
+    named = {name: tensor for name, tensor in tokens.items() if tensor is not None}
+    extra = dict(terms.items()) if terms is not None else {}
+    # float64 holds every float32 and every number of a sequence exactly.
+    stacked = torch.stack([tensor.double() for tensor in (*named.values(), *extra.values())])
+    rows = iter(mb.own.gather(stacked))
+    gathered = {name: next(rows).to(tensor.dtype) for name, tensor in named.items()}
+    terms = TokenTerms(**{name: next(rows).to(tensor.dtype) for name, tensor in extra.items()})
+    return tokens | gathered, (terms if extra else None)
 
 
 def supervised_loss(i: int, log_probs: torch.Tensor, entropy: torch.Tensor):

@@ -124,8 +124,8 @@ class Session:
             signals = self.engine.measure(batch.microbatches)
             gap = policy.sampler_gap(batch.microbatches, signals)
             total, worst = gap[:1].clone(), gap[1:].clone()
-            dist.all_reduce(total, group=self.parallel.dp_group)
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.parallel.dp_group)
+            dist.all_reduce(total, group=self.parallel.dp_cp_group)
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.parallel.dp_cp_group)
             self._gap = {
                 "sampler_gap/mean": total.item() / max(signals.tokens, 1),
                 "sampler_gap/max": worst.item(),
@@ -139,7 +139,7 @@ class Session:
     def learn(self, batch: Batch, signals: Signals, decision: GateDecision | None) -> UpdateStats:
         """The step's optimizer updates."""
         with self._timed("learn", "learning"):
-            microbatches, group = batch.microbatches, self.parallel.dp_group
+            microbatches, group = batch.microbatches, self.parallel.dp_cp_group
             targets = policy.Targets.plain(signals.log_probs)
             if self.stare:
                 targets.weights, self._quadrants = self.stare.weigh(microbatches, signals, decision, group)
@@ -255,6 +255,7 @@ class Session:
                     updates=self.config.batch.updates_per_step,
                     max_tokens=self.config.batch.max_tokens_per_microbatch,
                     multiple=self.parallel.microbatch_multiple,
+                    length_of=self.parallel.context.padded,
                     normalization=self._normalization,
                     max_response_tokens=self.config.rollout.max_response_tokens,
                 )

@@ -48,21 +48,29 @@ def the_problem(config: Config, world_size: int = 1) -> str:
 def test_a_sound_config_has_no_problems(config):
     check_config(config(), 1)
     check_config(config("parallel.tp=2", "parallel.pp=2"), 4)
+    check_config(config("parallel.tp=2", "parallel.cp=2"), 8)
     check_config(config("model.dtype=bfloat16", "report.wandb=true"), 2)
 
 
 def test_all_problems_are_raised_together(config):
     wrong = config("model.path=nowhere", "task.source=no.jsonl", "parallel.cp=2")
     with pytest.raises(ConfigError) as caught:
-        check_config(wrong, 2)
+        check_config(wrong, 3)
     assert len(caught.value.problems) == 3
 
 
 @pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [
-        (["parallel.cp=2"], 2, "parallel.cp=2: context parallelism comes with a later release"),
-        (["parallel.ep=2"], 2, "parallel.ep=2: expert parallelism comes with a later release"),
+        (["parallel.cp=2"], 3, "parallel: 3 trainer ranks are not a multiple of tp=1 * pp=1 * cp=2 = 2"),
+        (["parallel.cp=3"], 3, "padded to a multiple of 2 * parallel.cp=3); allowed: at least 66"),
+        (["parallel.ep=2"], 2, "parallel.ep=2: the model has no experts; allowed: 1"),
+        (["parallel.expert_balance=0.01"], 1, "parallel.expert_balance=0.01: the model has no experts"),
+        (
+            ["parallel.optimizer_offload=0.5", "parallel.distributed_optimizer=true"],
+            1,
+            "parallel.optimizer_offload=0.5: moves the optimizer's state out of a GPU's memory",
+        ),
         (["parallel.tp=4"], 4, "parallel.tp=4: does not divide the model's 2 key-value heads; allowed: 1, 2"),
         (["parallel.pp=4"], 4, "parallel.pp=4: 4 stages do not divide the model's 2 layers; allowed: 1, 2"),
         (["parallel.pp=2", "parallel.vpp=2"], 2, "parallel.pp=2 * parallel.vpp=2: 4 stages do not divide"),
@@ -102,11 +110,27 @@ def test_what_cannot_run_is_one_line_that_names_the_key(config, overrides, world
     assert expected in the_problem(config(*overrides), world_size)
 
 
-def test_experts_with_tensor_parallelism_are_refused(config, tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (["parallel.tp=2"], 2, "parallel.tp=2: a model with experts needs expert parallelism beside it"),
+        (["parallel.tp=2", "parallel.ep=2"], 2, "parallel.sequence_parallel=false: a model with experts"),
+        (["parallel.ep=2"], 1, "parallel.ep=2: does not divide the 1 ranks of a pipeline stage"),
+        (["parallel.ep=8"], 8, "parallel.ep=8: does not divide the model's 4 experts; allowed: 1, 2, 4"),
+        (["parallel.ep=4", "parallel.cp=2", "parallel.pp=2"], 4, "does not divide the 2 ranks of a pipeline"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(config, tmp_path, overrides, world_size, expected):
     moe = write_tiny_checkpoint(tmp_path / "moe", architecture="qwen3_moe", vocab_size=16)
     sums.write_tokenizer(moe)
-    problem = the_problem(config(f"model.path={moe}", "parallel.tp=2"), 2)
-    assert "parallel.tp=2: a model with experts needs expert parallelism beside it" in problem
+    assert expected in the_problem(config(f"model.path={moe}", *overrides), world_size)
+
+
+def test_experts_are_shared_out_over_all_ranks_of_a_stage(config, tmp_path):
+    moe = write_tiny_checkpoint(tmp_path / "moe", architecture="qwen3_moe", vocab_size=16)
+    sums.write_tokenizer(moe)
+    layout = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.cp=2", "parallel.ep=4"]
+    check_config(config(f"model.path={moe}", *layout), 4)
 
 
 def test_a_broken_line_of_the_dataset_is_named(config, tmp_path):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.parity_ranks import fixed_sequences, make_engine
 from megatron_stare.engine import checkpoint
 from megatron_stare.engine.parallel import leave_model_parallel
 from megatron_stare.run import policy
-from tests.distributed.three_steps import fixed_sequences, make_engine
 
 
 def update(engine, seed: int) -> dict[str, float]:
@@ -20,6 +20,7 @@ def update(engine, seed: int) -> dict[str, float]:
         replicas=parallel.dp_size,
         updates=1,
         max_tokens=128,
+        length_of=parallel.context.padded,
     )[parallel.dp_rank]
     microbatches = engine.pack(share.updates[0])
     signals = engine.measure(microbatches)
