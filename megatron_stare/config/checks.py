@@ -53,6 +53,16 @@ def find_problems(config: Config, world_size: int) -> list[str]:
     ]
 
 
+def find_model_problems(config: Config, world_size: int, model: HFConfig) -> list[str]:
+    """Those that config and architecture decide, on whatever machine the run will be."""
+    return [
+        *_check_layout(config, world_size),
+        *_check_split(config, model),
+        *_check_batch(config, world_size),
+        *_check_objective(config),
+    ]
+
+
 def run_directory(config: Config) -> Path:
     """Where the run keeps its files: `run.dir`, or runs/NAME."""
     return Path(config.run.dir) if config.run.dir is not None else Path("runs") / config.run.name
@@ -83,6 +93,7 @@ def _check_model(config: Config) -> Iterator[str]:
         yield f"model.path={config.model.path}: {error}"
     else:
         yield from _check_split(config, model)
+        yield from _check_precision(config, model)
         from megatron_stare.tasks.tokenizer import load_tokenizer
 
         try:
@@ -116,6 +127,21 @@ def _check_offload(config: Config) -> Iterator[str]:
             f"parallel.optimizer_offload={config.parallel.optimizer_offload:g}: moves the optimizer's state "
             "out of a GPU's memory, and no GPU is here; allowed: 0"
         )
+
+
+def _check_precision(config: Config, model: HFConfig) -> Iterator[str]:
+    from megatron_stare.engine.precision import matrix_widths, precision_problems, this_machine
+
+    section = config.model
+    yield from precision_problems(
+        section.fp8,
+        this_machine(),
+        dtype=section.dtype,
+        layers=model.num_layers,
+        widths=matrix_widths(model, config.parallel.tp),
+        keep_ends=section.fp8_keep_ends,
+        fp8_parameters=section.fp8_parameters,
+    )
 
 
 def _check_split(config: Config, model: HFConfig) -> Iterator[str]:

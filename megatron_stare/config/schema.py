@@ -43,6 +43,13 @@ class ModelSection(Section):
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="auto: transformer_engine on a GPU, local elsewhere"
     )
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+        "none", description="recipe of the layers' matrix products; needs a GPU and Transformer Engine"
+    )
+    fp8_keep_ends: int = Field(0, ge=0, description="layers at either end that stay in bfloat16")
+    fp8_parameters: bool = Field(
+        False, description="keep parameters in FP8 too, so that replicas gather half the bytes"
+    )
 
 
 class ParallelSection(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from megatron_stare.engine.batch import Microbatch, TrainSequence, pack_update, 
 from megatron_stare.engine.device import Device
 from megatron_stare.engine.model import build_models, transformer_config
 from megatron_stare.engine.optimizer import LearningRate, build_optimizer, wrap_data_parallel
+from megatron_stare.engine.packing import attention_length
 from megatron_stare.engine.parallel import Parallel
+from megatron_stare.engine.precision import precision_fields, sequence_multiple
 from megatron_stare.weights.export import Exporter
 from megatron_stare.weights.hf_config import read_hf_config
 from megatron_stare.weights.load import load_hf_weights
@@ -29,7 +32,8 @@ class Engine:
         self._hf_dir = config.model.path
         self.hf = read_hf_config(config.model.path)
         layers = device.layers if config.model.layers == "auto" else config.model.layers
-        optimizer, layout = config.optimizer, config.parallel
+        optimizer, layout, model = config.optimizer, config.parallel, config.model
+        self._fp8_multiple = sequence_multiple(model.fp8)
         self.model_config = transformer_config(
             self.hf,
             parallel,
@@ -37,6 +41,12 @@ class Engine:
             dtype=getattr(torch, config.model.dtype),
             recompute=layout.recompute,
             expert_balance=layout.expert_balance,
+            precision=precision_fields(
+                model.fp8,
+                keep_ends=model.fp8_keep_ends,
+                fp8_parameters=model.fp8_parameters,
+                experts=self.hf.num_experts > 0,
+            ),
         )
         rl = config.objective == "rl"
 
@@ -82,6 +92,19 @@ class Engine:
             total=config.run.steps * config.batch.updates_per_step,
         )
 
+    @property
+    def attention_length(self) -> float:
+        """Tokens at which a sequence's attention costs as much as its linear layers."""
+        hf = self.hf
+        return attention_length(
+            hidden_size=hf.hidden_size,
+            ffn_size=hf.expert_ffn_size if hf.num_experts else hf.ffn_size,
+            num_heads=hf.num_heads,
+            num_kv_heads=hf.num_kv_heads,
+            head_dim=hf.head_dim,
+            experts_per_token=hf.experts_per_token or 1,
+        )
+
     def pack(self, microbatches: list[list[TrainSequence]]) -> list[Microbatch]:
         """Lay this rank's part of its replica's share of an update out on the device."""
         parallel = self.parallel
@@ -93,7 +116,7 @@ class Engine:
         return pack_update(
             microbatches,
             common_length=longest if parallel.pp_size > 1 or among_experts else None,
-            multiple=parallel.length_multiple,
+            multiple=math.lcm(parallel.length_multiple, parallel.cp_size * self._fp8_multiple),
             device=self.device.torch,
             context=parallel.context,
         )
@@ -120,9 +143,7 @@ class Engine:
 
         Made once, by all ranks together: where the parameters lie does not change during a run.
         """
-        return Exporter(
-            self.models, self.hf, tp_rank=self.parallel.tp_rank, tp_size=self.parallel.tp_size
-        )
+        return Exporter(self.models, self.hf, tp_rank=self.parallel.tp_rank, tp_size=self.parallel.tp_size)
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The policy under Hugging Face's names, tensor by tensor: whole on rank 0, None elsewhere.

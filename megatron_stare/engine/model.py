@@ -81,10 +81,12 @@ def transformer_config(
     dtype: torch.dtype,
     recompute: str = "none",
     expert_balance: float = 0.0,
+    precision: dict | None = None,
 ) -> TransformerConfig:
     """Megatron's config for a Hugging Face architecture. Fusions that need CUDA are left to the TE layers.
 
-    `expert_balance`: coefficient of the auxiliary loss that spreads tokens over experts.
+    `expert_balance`: coefficient of the auxiliary loss that spreads tokens over experts. `precision`: FP8's
+    arguments (`precision_fields`).
     """
     recomputing = {
         "none": {},
@@ -128,6 +130,7 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         **_moe_arguments(hf, parallel, device, expert_balance),
+        **(precision or {}),
         **interleaved,
         **recomputing,
     )

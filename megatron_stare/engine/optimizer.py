@@ -45,6 +45,7 @@ def wrap_data_parallel(
         # Parameters are exported right after the step, so gathering them lazily would only hide a wait and
         # risk exporting stale ones.
         overlap_param_gather=False,
+        fp8_param_gather=config.fp8_param,
     )
     wrapped = [
         DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)

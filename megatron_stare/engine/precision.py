@@ -8,7 +8,10 @@ recipes do to a model's numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from megatron_stare.weights.hf_config import HFConfig
 
 Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 
@@ -52,13 +55,16 @@ def this_machine() -> Machine:
     return Machine(capability, _transformer_engine_version())
 
 
-def precision_fields(recipe: Recipe, *, keep_ends: int = 0, fp8_parameters: bool = False) -> dict[str, Any]:
+def precision_fields(
+    recipe: Recipe, *, keep_ends: int = 0, fp8_parameters: bool = False, experts: bool = False
+) -> dict[str, Any]:
     """Arguments of Megatron's TransformerConfig.
 
     Args:
         recipe: "none" gives no arguments.
         keep_ends: transformer layers at either end that stay in bfloat16.
         fp8_parameters: keep parameters in FP8, so that data-parallel ranks gather half the bytes.
+        experts: is the model a mixture of experts? Then tokens of each expert are padded.
     """
     if recipe == "none":
         return {}
@@ -70,6 +76,8 @@ def precision_fields(recipe: Recipe, *, keep_ends: int = 0, fp8_parameters: bool
     }
     if recipe == "delayed":
         fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    if experts:
+        fields["moe_router_padding_for_quantization"] = True
     if keep_ends:
         fields |= {
             "first_last_layers_bf16": True,
@@ -82,6 +90,17 @@ def precision_fields(recipe: Recipe, *, keep_ends: int = 0, fp8_parameters: bool
 def sequence_multiple(recipe: Recipe) -> int:
     """Tokens of a microbatch must be a multiple of this on every rank, as FP8's products demand."""
     return 1 if recipe == "none" else _NEEDS[recipe].multiple
+
+
+def matrix_widths(hf: HFConfig, tp: int) -> dict[str, int]:
+    """Sizes of a rank's weight matrices, by name: what FP8's products need multiples of."""
+    queries, keys = hf.num_heads * hf.head_dim // tp, 2 * hf.num_kv_heads * hf.head_dim // tp
+    widths = {"hidden size": hf.hidden_size, "attention width": queries, "QKV width": queries + keys}
+    if hf.dense_ffn_size:
+        widths["feed-forward width"] = hf.dense_ffn_size // tp
+    if hf.num_experts:
+        widths["expert width"] = hf.expert_ffn_size
+    return widths
 
 
 def precision_problems(
@@ -105,7 +124,9 @@ def precision_problems(
         given = {"fp8_keep_ends": keep_ends, "fp8_parameters": fp8_parameters}
         return [f"model.{key}={value}: needs model.fp8" for key, value in given.items() if value]
     key, needs = f"model.fp8={recipe}", _NEEDS[recipe]
-    problems = [*_machine_problems(key, recipe, needs, machine)]
+    problems = _machine_problems(key, needs, machine)
+    if machine.capability is None or machine.transformer_engine is None:
+        return problems  # nothing else matters here
     if dtype != "bfloat16":
         problems.append(f"{key}: with model.dtype={dtype}; allowed: bfloat16")
     for name, size in widths.items():
@@ -121,7 +142,7 @@ def precision_problems(
     return problems
 
 
-def _machine_problems(key: str, recipe: Recipe, needs: _Needs, machine: Machine) -> list[str]:
+def _machine_problems(key: str, needs: _Needs, machine: Machine) -> list[str]:
     if machine.capability is None:
         return [f"{key}: needs a CUDA GPU, and none is here; allowed: none"]
     if machine.transformer_engine is None:

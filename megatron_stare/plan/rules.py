@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stare.config import checks
+from megatron_stare.config.checks import find_model_problems
 from megatron_stare.config.schema import Config
 from megatron_stare.plan.hardware import Hardware
 from megatron_stare.plan.memory import StageMemory
@@ -12,12 +12,7 @@ from megatron_stare.weights.hf_config import HFConfig
 
 def broken_rules(config: Config, hf: HFConfig, world_size: int) -> list[str]:
     """What `train` would refuse whatever the machine: layout, model, batch, objective. One line each."""
-    return [
-        *checks._check_layout(config, world_size),
-        *checks._check_split(config, hf),
-        *checks._check_batch(config, world_size),
-        *checks._check_objective(config),
-    ]
+    return find_model_problems(config, world_size, hf)
 
 
 def memory_problems(

@@ -77,13 +77,15 @@ def share_out(
     max_tokens: int,
     multiple: int = 1,
     length_of: Callable[[int], int] = int,
+    attention_length: float = 16384.0,
     normalization: str = "token_mean",
     max_response_tokens: int | None = None,
 ) -> list[Share]:
     """Cut the step into updates of consecutive sequences and give each replica a balanced part of each.
 
     `length_of` says how many tokens a sequence takes when it is packed (`Context.padded`), for the budget
-    `max_tokens`. `normalization` and `max_response_tokens` decide N, see `objective.normalizer`.
+    `max_tokens`; `attention_length` what attention costs (see `packing.attention_length`). `normalization`
+    and `max_response_tokens` decide N, see `objective.normalizer`.
     """
     for number, sequence in enumerate(sequences):
         sequence.number = number
@@ -91,7 +93,8 @@ def share_out(
     shares = [Share([], []) for _ in range(replicas)]
     for start in range(0, len(sequences), size):
         part = sequences[start : start + size]
-        schedule = plan_update([length_of(len(s)) for s in part], replicas, max_tokens, multiple)
+        lengths = [length_of(len(sequence)) for sequence in part]
+        schedule = plan_update(lengths, replicas, max_tokens, multiple, attention_length=attention_length)
         divisor = normalizer(normalization, [s.response_tokens for s in part], max_response_tokens)
         for share, microbatches in zip(shares, schedule, strict=True):
             share.updates.append([[part[i] for i in chosen] for chosen in microbatches])

@@ -256,6 +256,7 @@ class Session:
                     max_tokens=self.config.batch.max_tokens_per_microbatch,
                     multiple=self.parallel.microbatch_multiple,
                     length_of=self.parallel.context.padded,
+                    attention_length=self.engine.attention_length,
                     normalization=self._normalization,
                     max_response_tokens=self.config.rollout.max_response_tokens,
                 )

@@ -71,6 +71,8 @@ def test_all_problems_are_raised_together(config):
             1,
             "parallel.optimizer_offload=0.5: moves the optimizer's state out of a GPU's memory",
         ),
+        (["model.fp8=blockwise"], 1, "model.fp8=blockwise: needs a CUDA GPU, and none is here"),
+        (["model.fp8_keep_ends=2"], 1, "model.fp8_keep_ends=2: needs model.fp8"),
         (["parallel.tp=4"], 4, "parallel.tp=4: does not divide the model's 2 key-value heads; allowed: 1, 2"),
         (["parallel.pp=4"], 4, "parallel.pp=4: 4 stages do not divide the model's 2 layers; allowed: 1, 2"),
         (["parallel.pp=2", "parallel.vpp=2"], 2, "parallel.pp=2 * parallel.vpp=2: 4 stages do not divide"),
