@@ -86,10 +86,10 @@ def _variants() -> dict[str, Callable[[Any], Any]]:
 def sample(model: Any, tokenizer: Any) -> Responses:
     """Answers to sums at temperature 1, with GRPO's advantages of whether they hold the right number."""
     torch.manual_seed(0)
-    sums = [(7 + 13 * i % 90, 5 + 29 * i % 80) for i in range(PROMPTS)]
+    sums = [(2 + i % 8, 3 + 5 * i % 7) for i in range(PROMPTS)]
     texts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"What is {a} + {b}? Think, then answer."}],
+            [{"role": "user", "content": f"What is {a} + {b}? Answer with a short sentence."}],
             tokenize=False,
             add_generation_prompt=True,
         )
