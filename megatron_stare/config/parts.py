@@ -15,7 +15,7 @@ _SPEC = (
     *("correction", "correction_level", "correction_cap", "correction_floor"),
 )
 _GATE = (
-    *("schedule", "target_entropy", "alpha", "W_max", "M_min", "kp", "ki", "smoothing"),
+    *("schedule", "target_entropy", "alpha", "W_max", "M_min", "W_min", "kp", "ki", "smoothing"),
     *("H_min", "H_max", "g_min", "g_max", "ramp", "auto_steps", "auto_fraction"),
 )
 

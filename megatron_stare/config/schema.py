@@ -184,6 +184,9 @@ class StareSection(Section):
     schedule: Literal["fixed", "sign", "pi"] = "fixed"
     alpha: float = Field(0.01, gt=0)
     W_max: float = Field(1.5, ge=1)
+    W_min: float = Field(
+        1.0, gt=0, le=1, description="smallest W of `pi`: below 1 it also lowers an entropy above the target"
+    )
     M_min: float = Field(0.5, gt=0, le=1)
     kp: float = Field(4.0, ge=0)
     ki: float = Field(0.5, ge=0)

@@ -155,8 +155,8 @@ class EntropyGate:
             self._W, self._M = sign_step(self._W, self._M, target - entropy, **clips)
         elif config.schedule == "pi":
             error = (target - self._smoothed) / target
-            limit = math.log(config.W_max)
-            self._integral, u = pi_step(self._integral, error, kp=config.kp, ki=config.ki, limit=limit)
+            clips = {"lowest": math.log(config.W_min), "highest": math.log(config.W_max)}
+            self._integral, u = pi_step(self._integral, error, kp=config.kp, ki=config.ki, **clips)
             self._W, self._M = math.exp(u), max(config.M_min, math.exp(-u))
 
     def _strength(self, entropy: float) -> tuple[float, float]:

@@ -41,7 +41,9 @@ class GateConfig:
             first `auto_steps` steps. Until it is known no token is reweighted, g is 1 and
             the schedule does not move.
         alpha: step of "sign".
-        W_max, M_min: clips of "sign" and "pi"; "pi" keeps u in [0, ln W_max].
+        W_max, M_min: clips of "sign" and "pi"; "pi" keeps u in [ln W_min, ln W_max].
+        W_min: in (0, 1]; only used by "pi". Below 1 the schedule also lowers an entropy that is
+            above the target (W < 1 < M), which GRPO alone does slowly once rewards are high.
         kp, ki: gains of "pi", per relative error, and per relative error and step.
         smoothing: weight of the old value in Hs, in [0, 1).
         H_min, H_max: nats, the band of "intensity" and "band"; both or neither. None: 2/3
@@ -62,6 +64,7 @@ class GateConfig:
     alpha: float = 0.01
     W_max: float = 1.5
     M_min: float = 0.5
+    W_min: float = 1.0
     kp: float = 4.0
     ki: float = 0.5
     smoothing: float = 0.7
@@ -147,6 +150,7 @@ class GateConfig:
         _require(self.alpha >= 0, f"alpha={self.alpha} is negative")
         _require(self.W_max >= 1, f"W_max={self.W_max} is below 1")
         _require(0 < self.M_min <= 1, f"M_min={self.M_min} is not in (0, 1]")
+        _require(0 < self.W_min <= 1, f"W_min={self.W_min} is not in (0, 1]")
         _require(self.kp >= 0 and self.ki >= 0, f"kp={self.kp}, ki={self.ki}: gains must not be negative")
         _require(0 <= self.smoothing < 1, f"smoothing={self.smoothing} is not in [0, 1)")
         if self.schedule == "fixed":

@@ -49,8 +49,10 @@ def sign_step(
     return min(max(W + step, 1.0), W_max), min(max(M - step, M_min), 1.0)
 
 
-def pi_step(integral: float, error: float, *, kp: float, ki: float, limit: float) -> tuple[float, float]:
-    """One step of the proportional-integral controller: (integral, u), both kept in [0, limit].
+def pi_step(
+    integral: float, error: float, *, kp: float, ki: float, lowest: float, highest: float
+) -> tuple[float, float]:
+    """One step of the proportional-integral controller: (integral, u), both kept in [lowest, highest].
 
     Args:
         integral: of the steps so far.
@@ -59,6 +61,6 @@ def pi_step(integral: float, error: float, *, kp: float, ki: float, limit: float
     wanted = kp * error + integral
     # Anti-windup: while the output is clipped, an error that would push it further
     # out is not collected, else it takes as long to come back as it took to get there.
-    if not ((wanted > limit and error > 0) or (wanted < 0 and error < 0)):
-        integral = min(max(integral + ki * error, 0.0), limit)
-    return integral, min(max(kp * error + integral, 0.0), limit)
+    if not ((wanted > highest and error > 0) or (wanted < lowest and error < 0)):
+        integral = min(max(integral + ki * error, lowest), highest)
+    return integral, min(max(kp * error + integral, lowest), highest)

@@ -14,7 +14,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of one run.
 
     `in_band` is the share of the steps after the first tenth whose smoothed entropy is within 15 % of the
-    target; entropy, reward and length are means over the last fifth. Evaluations are kept by step.
+    target; entropy, reward and length are means over the last fifth. Evaluations are kept by finished steps.
     """
     last = rows[-max(1, len(rows) // 5) :]
     target = next((r["stare/target_entropy"] for r in reversed(rows) if r.get("stare/target_entropy")), None)
@@ -26,7 +26,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "entropy": _mean(last, "entropy"),
         "reward": _mean(last, "reward/mean"),
         "length": _mean(last, "response/length"),
-        "evaluations": {row["step"]: _evaluation(row) for row in rows if "eval/reward" in row},
+        "evaluations": {row["step"] + 1: _evaluation(row) for row in rows if "eval/reward" in row},
         "curves": {key: [row.get(key) for row in rows[::_EVERY]] for key in _CURVES if key in rows[-1]},
         "every": _EVERY,
     }

@@ -318,3 +318,35 @@ def test_auto_refuses_a_target_that_lies_outside_what_the_mode_reweights() -> No
     gate.update(1.2)
     with pytest.raises(ValueError, match=r"auto \(0.6\): .*only below H_max=0.5"):
         gate.update(1.2)
+
+
+def settled_entropy(W_min: float) -> float:
+    """Entropy after steps of a policy that reward alone no longer moves, started above the target."""
+    gate = EntropyGate(
+        GateConfig(mode="off", schedule="pi", rule=C2, target_entropy=0.5, W_max=10.0, M_min=0.1, W_min=W_min)
+    )
+    entropy = 0.8
+    for _ in range(400):
+        decision = gate.update(entropy)
+        entropy += 0.01 * math.log(decision.W)
+    return entropy
+
+
+def test_pi_lowers_entropy_only_where_W_may_fall_below_one():
+    assert settled_entropy(1.0) == 0.8
+    assert settled_entropy(0.5) == pytest.approx(0.5, abs=0.01)
+
+
+def test_pi_below_one_weighs_the_other_way_round():
+    gate = EntropyGate(
+        GateConfig(mode="off", schedule="pi", rule=C2, target_entropy=0.5, W_max=10.0, M_min=0.1, W_min=0.5)
+    )
+    decision = gate.update(1.0)
+    weights = [decision.W, decision.M]
+    assert weights == pytest.approx([0.5, 2.0])
+
+
+@pytest.mark.parametrize("W_min", [0.0, -0.5, 1.5])
+def test_W_min_out_of_range_is_refused(W_min):
+    with pytest.raises(ValueError, match=f"W_min={W_min} is not in"):
+        GateConfig(mode="off", schedule="pi", rule=C2, W_min=W_min)
