@@ -11,13 +11,13 @@ import megatron_stare.engine  # noqa: F401  prepares the device before Megatron 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
 
+from benchmarks.parity_ranks import make_engine
 from megatron_stare.engine.device import current
 from megatron_stare.engine.model import build_models, transformer_config
 from megatron_stare.engine.parallel import initialize, leave_model_parallel
 from megatron_stare.weights import global_parameters, load_hf_weights, read_hf_config
 from megatron_stare.weights.save import save_hf
 from tests.distributed.checkpointing import update
-from tests.distributed.three_steps import make_engine
 
 
 def save_and_load(
