@@ -79,14 +79,22 @@ def _rival(method: str, label: str, values: dict[str, Any]) -> Setting:
 _FULL_GROUPS = {"algorithm.dynamic_sampling": True}
 MAIN = [
     Setting("GRPO", seeds=MAIN_SEEDS),
-    Setting("STARE c2", "pi", _stare("c2", "pi"), seeds=MAIN_SEEDS),
-    Setting("STARE o1", "pi", _stare("o1", "pi"), seeds=MAIN_SEEDS),
+    Setting("STARE c2", "pi two-sided", _stare("c2", "pi", W_min=0.5), seeds=MAIN_SEEDS),
+    Setting("STARE o1", "pi two-sided", _stare("o1", "pi", W_min=0.5), seeds=MAIN_SEEDS),
+    Setting("STARE c2", "pi", _stare("c2", "pi")),
+    Setting("STARE o1", "pi", _stare("o1", "pi")),
     Setting("DAPO", "", _FULL_GROUPS | {"algorithm.clip_high": 0.28}, seeds=MAIN_SEEDS),
 ]
 RATES = [
-    Setting(method, label, values, lr=lr, seeds=MAIN_SEEDS)
-    for lr in (1e-4, 1e-5)
-    for method, label, values in (("STARE c2", "pi", _stare("c2", "pi")), ("GRPO", "", {}))
+    *(
+        Setting(method, label, values, lr=lr, seeds=MAIN_SEEDS)
+        for lr in (1e-4, 1e-5)
+        for method, label, values in (
+            ("STARE c2", "pi two-sided", _stare("c2", "pi", W_min=0.5)),
+            ("GRPO", "", {}),
+        )
+    ),
+    *(Setting("STARE c2", "pi", _stare("c2", "pi"), lr=lr) for lr in (1e-4, 1e-5)),
 ]
 RIVALS = [
     _rival("GRPO + dynamic sampling", "", _FULL_GROUPS),
