@@ -156,7 +156,10 @@ def table(reference: Reading, readings: dict[str, Reading], responses: Responses
     for name, reading in {"float32": reference, **readings}.items():
         gap = (reading.log_probs - reference.log_probs).abs()
         theirs, chosen = _choice(reading, advantage)
-        cosine = torch.cosine_similarity(reading.gradient, reference.gradient, dim=0)
+        # In float64: over so many elements float32 sums are off by per cents.
+        ours, exact = reading.gradient.double(), reference.gradient.double()
+        length = ours.norm() / exact.norm()
+        cosine = (ours @ exact) / (ours.norm() * exact.norm())
         rows.append(
             [
                 name,
@@ -166,7 +169,7 @@ def table(reference: Reading, readings: dict[str, Reading], responses: Responses
                 f"{theirs[0]:.3f}, {theirs[1]:.3f}",
                 f"{100 * (chosen & high).sum() / high.sum():.1f} %",
                 f"{cosine:.4f}",
-                f"{reading.gradient.norm() / reference.gradient.norm():.3f}",
+                f"{length:.3f}",
             ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
