@@ -67,17 +67,7 @@ def make_engine(model: str, **changes) -> Engine:
         section, name = key.split(".")
         values.setdefault(section, {})[name] = value
     config = Config.model_validate(values)
-    layout = config.parallel
-    parallel = initialize(
-        current(),
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        cp=layout.cp,
-        ep=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
-        timeout_minutes=5,
-    )
+    parallel = initialize(current(), **config.parallel.groups, timeout_minutes=5)
     engine = Engine(config, current(), parallel)
     engine.config = config
     return engine

@@ -92,6 +92,11 @@ class ParallelSection(Section):
         return self
 
     @property
+    def groups(self) -> dict[str, Any]:
+        """What `engine.parallel.initialize` takes from here: the sizes of Megatron's process groups."""
+        return self.model_dump(include={"tp", "pp", "vpp", "cp", "ep", "sequence_parallel"})
+
+    @property
     def model_size(self) -> int:
         """Ranks that share one copy of the model."""
         return self.tp * self.pp * self.cp

@@ -114,15 +114,7 @@ def rank_of(layout: ParallelSection, world_size: int, rank: int) -> Iterator[tup
     with torch.random.fork_rng(devices=[]), _nobody_else():
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         try:
-            parallel = initialize(
-                device,
-                tp=layout.tp,
-                pp=layout.pp,
-                vpp=layout.vpp,
-                cp=layout.cp,
-                ep=layout.ep,
-                sequence_parallel=layout.sequence_parallel,
-            )
+            parallel = initialize(device, **layout.groups)
             with META, OnMeta():
                 yield parallel, device
         finally:

@@ -77,12 +77,7 @@ def run(files: RunFiles, rank: int) -> tuple[str, str]:
     device = current()
     parallel = initialize(
         device,
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        cp=layout.cp,
-        ep=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
+        **layout.groups,
         seed=config.run.seed,
         timeout_minutes=layout.timeout_minutes,
     )
