@@ -37,7 +37,7 @@ _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def train(config: Path, overrides: tuple[str, ...], print_config: bool) -> int:
     """Train with the configuration in the file CONFIG.
 
-    Each KEY=VALUE overrides it, for example optimizer.lr=2e-6 or run.resume=auto. Values are YAML.
+    Each KEY=VALUE overrides it, for example optimizer.lr=2e-6 or resume.mode=auto. Values are YAML.
     """
     from megatron_stare.config.load import dump_config, load_config
 

@@ -355,8 +355,8 @@ def _check_run_dir(config: Config) -> Iterator[str]:
         yield f"{key}: {existing} is a file, not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"{key}: {existing} is not writeable"
-    elif config.run.resume == "never" and any((path / trace).exists() for trace in _TRACES):
+    elif config.resume.mode == "never" and any((path / trace).exists() for trace in _TRACES):
         yield (
-            f"{key} already holds a run: continue it with run.resume=auto, "
+            f"{key} already holds a run: continue it with resume.mode=auto, "
             "or choose another run.name or run.dir"
         )

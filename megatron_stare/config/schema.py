@@ -26,12 +26,28 @@ class RunSection(Section):
     dir: str | None = Field(None, description="run directory; default runs/NAME")
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
-    resume: Literal["never", "auto"] = Field(
-        "never", description="auto: continue from the last checkpoint in the run directory"
-    )
     grace_seconds: float = Field(
         120.0, gt=0, description="time to save after SIGTERM or Ctrl-C before processes are ended"
     )
+    restarts: int = Field(
+        3, ge=0, description="of the trainer ranks in a row, without a finished step between them"
+    )
+    hang_factor: float = Field(
+        20.0, gt=1, description="a step that takes this many times the median is taken for hung"
+    )
+    hang_seconds: float = Field(900.0, gt=0, description="and no step is before it took this long")
+
+
+class ResumeSection(Section):
+    """Whether and how a run directory's run is continued. See docs/reliability.md."""
+
+    mode: Literal["never", "auto"] = Field(
+        "never", description="auto: continue from the last good checkpoint in the run directory"
+    )
+    allow: list[str] = Field(
+        default_factory=list, description="keys that may differ from the checkpoint's config: optimizer.lr"
+    )
+
 
 
 class ModelSection(Section):
@@ -123,6 +139,10 @@ class OptimizerSection(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0 turns clipping off")
+    skip_grad_norm: float = Field(
+        0.0, ge=0, description="an update with a larger norm is skipped, as NaN always is; 0: no limit"
+    )
+    max_skipped: int = Field(5, ge=1, description="skipped updates in a row that stop the run")
 
     @model_validator(mode="after")
     def _compatible(self) -> OptimizerSection:
@@ -246,7 +266,16 @@ class RolloutSection(Section):
     bucket_mb: int = Field(512, ge=1, description="largest piece of a distributed weight update")
     start_timeout: float = Field(600.0, gt=0, description="seconds until a server must be ready")
     request_timeout: float = Field(1800.0, gt=0, description="seconds until a request must be answered")
-    retries: int = Field(3, ge=0)
+    outage_timeout: float = Field(
+        600.0, gt=0, description="seconds to wait for any server to answer before the run gives up"
+    )
+    server_restarts: int = Field(10, ge=0, description="of one server or the router, over the whole run")
+    health_timeout: float = Field(
+        60.0, gt=0, description="seconds without an answer to a health check until a server is restarted"
+    )
+    seeded: bool = Field(
+        False, description="responses follow from run.seed, step and prompt alone; sampling is slower"
+    )
     server_args: dict[str, Any] = Field(default_factory=dict, description="further SGLang arguments")
 
     @model_validator(mode="after")
@@ -331,6 +360,11 @@ class CheckpointSection(Section):
     every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
     at_end: bool = True
     keep_last: int = Field(2, ge=1)
+    keep_every: int = Field(0, ge=0, description="keep those of every so many steps for good; 0: none")
+    background: bool = Field(True, description="write while training goes on")
+    journal: bool = Field(
+        True, description="keep each step's rollouts, so that a resumed run does not sample them again"
+    )
     hf_every: int = Field(0, ge=0, description="write RUN/hf-steps/step_N every so many steps; 0: never")
     hf_at_end: bool = Field(False, description="write RUN/hf at the end")
 
@@ -349,6 +383,7 @@ class Config(Section):
 
     objective: Literal["rl", "sft"] = "rl"
     run: RunSection = RunSection()
+    resume: ResumeSection = ResumeSection()
     model: ModelSection
     parallel: ParallelSection = ParallelSection()
     batch: BatchSection = BatchSection()

@@ -9,7 +9,7 @@ from megatron_stare.engine.engine import Engine
 from megatron_stare.report import Reporter
 from megatron_stare.rollout import Endpoints, RolloutClient, make_publisher
 from megatron_stare.run.files import RunFiles
-from megatron_stare.run.resume import restore
+from megatron_stare.resume.mode import restore
 from megatron_stare.run.sampling import Sampler
 from megatron_stare.run.session import Session
 from megatron_stare.run.supervised import RowFeed

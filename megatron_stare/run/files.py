@@ -59,6 +59,21 @@ class RunFiles:
         return self.root / "stop.request"
 
     @property
+    def journal(self) -> Path:
+        """Each step's rollouts."""
+        return self.root / "journal"
+
+    @property
+    def status(self) -> Path:
+        """What the run is doing now: one JSON object, replaced at each change."""
+        return self.root / "status.json"
+
+    @property
+    def problems(self) -> Path:
+        """What went wrong and was survived, or ended the run: one JSON object each."""
+        return self.root / "problems.jsonl"
+
+    @property
     def outcome(self) -> Path:
         """How the trainer ranks ended: written by rank 0, read by the supervisor."""
         return self.root / "outcome.json"

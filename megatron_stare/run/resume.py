@@ -24,11 +24,11 @@ def fixed_values(config: Config) -> dict[str, Any]:
 
 
 def restore(config: Config, engine: Engine, files: RunFiles) -> dict[str, Any]:
-    """Load the last checkpoint where `run.resume` asks for it; the state to start from. Collective.
+    """Load the last checkpoint where `resume.mode` asks for it; the state to start from. Collective.
 
     Raises UserError when a value that the checkpoint depends on has changed.
     """
-    found = checkpoint.find_latest(files.checkpoints) if config.run.resume == "auto" else None
+    found = checkpoint.find_latest(files.checkpoints) if config.resume.mode == "auto" else None
     if found is None:
         return {"steps": 0, "stare": None, "source": None}
     state = checkpoint.read_run_state(found[1])

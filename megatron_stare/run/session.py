@@ -22,7 +22,7 @@ from megatron_stare.run import policy
 from megatron_stare.run.card import model_card
 from megatron_stare.run.files import RunFiles
 from megatron_stare.run.metrics import group_metrics, merge_updates
-from megatron_stare.run.resume import fixed_values
+from megatron_stare.resume.mode import fixed_values
 from megatron_stare.run.sampling import Sampler
 from megatron_stare.run.stare import Stare
 from megatron_stare.run.supervised import RowFeed

@@ -171,7 +171,7 @@ def _report_outcome(files: RunFiles, ranks: Child) -> int:
         log = named if named.exists() else ranks.log
         print(f"error: {message}\nerror: the whole story is in {log}", file=sys.stderr)
     elif outcome == "preempted":
-        _say(f"stopped after {message} and saved; continue with run.resume=auto")
+        _say(f"stopped after {message} and saved; continue with resume.mode=auto")
     return _EXIT_CODES[outcome]
 
 

@@ -160,8 +160,8 @@ def test_a_directory_that_holds_a_run_is_not_written_over(config, tmp_path):
     (tmp_path / "runs/run").mkdir(parents=True)
     check_config(config(), 1)
     (tmp_path / "runs/run/metrics.jsonl").touch()
-    assert "already holds a run: continue it with run.resume=auto" in the_problem(config())
-    check_config(config("run.resume=auto"), 1)
+    assert "already holds a run: continue it with resume.mode=auto" in the_problem(config())
+    check_config(config("resume.mode=auto"), 1)
     check_config(config("run.name=other"), 1)
 
 

@@ -99,7 +99,7 @@ def test_sigterm_saves_and_a_resumed_run_goes_on_in_another_layout(tmp_path, tin
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 75, output
-    assert "continue with run.resume=auto" in output
+    assert "continue with resume.mode=auto" in output
     assert left_over(tmp_path) == []
     done = steps_logged(tmp_path)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -111,7 +111,7 @@ def test_sigterm_saves_and_a_resumed_run_goes_on_in_another_layout(tmp_path, tin
         start(
             "train",
             config,
-            "run.resume=auto",
+            "resume.mode=auto",
             f"run.steps={done + 2}",
             "rollout.sync=disk",
             "rollout.router=false",
@@ -146,7 +146,7 @@ def test_a_changed_optimizer_form_and_a_changed_dataset_are_refused_on_resume(tm
     )
     code, output = finish(start("train", config, "objective=sft"))
     assert code == 0, output
-    resume = ("objective=sft", "run.resume=auto", "run.steps=2")
+    resume = ("objective=sft", "resume.mode=auto", "run.steps=2")
     code, output = finish(start("train", config, *resume, "parallel.distributed_optimizer=true"))
     assert code == 2, output
     assert "error: parallel.distributed_optimizer=True cannot resume" in output

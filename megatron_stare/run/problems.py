@@ -1,0 +1,35 @@
+"""RUN/problems.jsonl: what went wrong, for `megatron-stare status` and for whoever asks afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def record_problem(path: Path, source: str, message: str) -> None:
+    """Append a problem of `source` (trainer, server-0, checkpoint, ...) and say it on standard error.
+
+    Never raises: a full disk must not turn a survived problem into a fatal one.
+    """
+    print(f"warning: {source}: {message}", file=sys.stderr, flush=True)
+    entry = {"time": time.time(), "host": socket.gethostname(), "source": source, "message": message}
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+        # One write of one line: processes of several nodes append to the same file.
+        file.write(json.dumps(entry) + "\n")
+
+
+def read_problems(path: Path) -> list[dict[str, Any]]:
+    """All problems, oldest first; lines cut off by a crash are passed over."""
+    problems = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and {"time", "source", "message"} <= entry.keys():
+                    problems.append(entry)
+    return problems
