@@ -14,6 +14,7 @@ import click
 
 from megatron_stare import __version__
 from megatron_stare.errors import Preempted, UserError
+from megatron_stare.launch.command import launch_options
 from megatron_stare.plan.command import plan_options
 from megatron_stare.run.convert_options import convert_options, inspect_options
 
@@ -46,8 +47,51 @@ def train(config: Path, overrides: tuple[str, ...], print_config: bool) -> int:
         click.echo(dump_config(loaded), nl=False)
         return DONE
     from megatron_stare.run import supervisor
+    from megatron_stare.run.job import Job
 
-    return supervisor.train(loaded)
+    return supervisor.train(loaded, Job.from_environment(loaded))
+
+
+@app.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("step", type=click.IntRange(min=0))
+def replay(run: Path, step: int) -> int:
+    """Compute STEP (from 0) of the run directory RUN again, and compare it with what was recorded.
+
+    From the checkpoint before it and the journal of rollouts; no server is started, and nothing of the run
+    is changed. Exit code 1 if any figure differs.
+    """
+    from megatron_stare.run.replay import replay as start
+
+    return DONE if start(run, step) else FAILED
+
+
+@app.command()
+@_config
+@_overrides
+@launch_options
+def launch(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Run CONFIG on several nodes: write the job's files into RUN/launch, and submit it.
+
+    A job that is stopped in time, or whose node dies, is started again and goes on where it was.
+    """
+    from megatron_stare.launch.command import launch_command
+
+    launch_command(config, list(overrides), **options)
+
+
+@app.command()
+@click.argument("run_directory", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def status(run_directory: Path, as_json: bool) -> int:
+    """Show what the run in the directory RUN does: where, since when, at which step, and what went wrong.
+
+    Exit code 0 while it runs and when it is done or stopped and saved, 1 if it failed or is dead, 2 if there
+    is no run.
+    """
+    from megatron_stare.run.status import show_status
+
+    return show_status(run_directory, as_json)
 
 
 @app.command()

@@ -9,3 +9,7 @@ class UserError(Exception):
 
 class Preempted(Exception):
     """The run was asked to stop; its state is to be saved and the process to exit with code 75."""
+
+
+class TrainingFailed(Exception):
+    """The run cannot go on, and starting its ranks again would end the same way. The message says why."""

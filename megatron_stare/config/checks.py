@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_stare.weights.hf_config import HFConfig
 
 # Any of these in a directory means that a run was there.
-_TRACES = ("config.yaml", "metrics.jsonl", "checkpoints")
+_TRACES = ("config.yaml", "metrics.jsonl", "checkpoints", "journal")
 
 
 def check_config(config: Config, world_size: int) -> None:

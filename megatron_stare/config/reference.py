@@ -102,7 +102,6 @@ _MEANINGS = {
     "rollout.context_length": "longest prompt and response together; at most the model's positions",
     "rollout.max_running_requests": "responses that a server works on at once",
     "rollout.sync": "how new weights reach the servers",
-    "rollout.retries": "further attempts for a request that got no answer",
     "task.source": "required: a .jsonl or .parquet file, `reasoning_gym:NAME`, or `package.module:function`",
     "task.reward": "`exact`, `math`, `reasoning_gym`, or `package.module:function`",
     "task.max_prompt_tokens": "longest prompt, after the chat template",

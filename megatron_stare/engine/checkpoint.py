@@ -1,83 +1,54 @@
-"""Megatron distributed checkpoints: any layout saves, any other loads.
+"""What a checkpoint holds, in Megatron's distributed form: any layout saves, any other loads.
 
-A checkpoint is a directory `step_NNNNNNN` that appears complete or not at all: it is written under another
-name and renamed when every rank is done. Beside Megatron's files lies `run_state.json`, what the run itself
-needs to go on (see run/resume.py).
+How one is written and published is told in saving.py and publication.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
+import multiprocessing
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from megatron_stare.engine.publication import RUN_STATE
+from megatron_stare.errors import UserError
 from megatron_stare.weights.mapping import unwrap
-from megatron_stare.weights.save import copy_companions
-
-_NAME = re.compile(r"step_(\d{7})")
 
 
-def find_latest(directory: Path) -> tuple[int, Path] | None:
-    """The newest complete checkpoint under `directory` as (finished steps, path)."""
-    found = [
-        (int(match[1]), path)
-        for path in (directory.iterdir() if directory.is_dir() else [])
-        if (match := _NAME.fullmatch(path.name)) and (path / "run_state.json").is_file()
-    ]
-    return max(found, default=None)
+def request_save(state: dict[str, Any], directory: Path, *, background: bool):
+    """Megatron's request to write `state` into the empty `directory`; collective.
 
-
-def save(
-    directory: Path,
-    step: int,
-    models,
-    optimizer,
-    run_state: dict[str, Any],
-    *,
-    hf_dir: str | Path,
-    keep_last: int,
-) -> Path:
-    """Write the checkpoint after `step` finished steps; collective over all ranks. Returns its path.
-
-    config.json and tokenizer of `hf_dir` lie beside the weights, so that a checkpoint can be converted
-    without anything else.
+    Its function may run in a process forked from this one where `background` says so, else in this one.
     """
-    target = directory / f"step_{step:07d}"
-    aside = directory / f"{target.name}.tmp"
-    if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(models, optimizer, is_loading=False), str(aside))
-    if dist.get_rank() == 0:
-        copy_companions(Path(hf_dir), aside, None)
-        with open(aside / "run_state.json", "w", encoding="utf-8") as file:
-            json.dump(run_state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-        _prune(directory, keep_last)
-    dist.barrier()
-    return target
+    # Writers answer through this queue. Megatron's own is served by a further process for each rank.
+    fork = multiprocessing.get_context("fork")
+    filesystem_async._results_queue = fork.Queue() if background else queue.Queue()
+    return dist_checkpointing.save(state, str(directory), async_sharded_save=True)
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
-    """The run state of a checkpoint."""
-    return json.loads((path / "run_state.json").read_text(encoding="utf-8"))
+    """What the run itself needs to go on (see run/state.py), of a checkpoint.
+
+    Raises UserError where it is no JSON object.
+    """
+    try:
+        found = json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / RUN_STATE} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path / RUN_STATE} is no JSON object")
+    return found
 
 
 def load(path: Path, models, optimizer) -> None:
     """Load weights and optimizer in place; collective over all ranks."""
     _make_optimizer_state(optimizer)
-    state = dist_checkpointing.load(_sharded_state(models, optimizer, is_loading=True), str(path))
+    state = dist_checkpointing.load(sharded_state(models, optimizer, is_loading=True), str(path))
     for key, model in _named(models):
         model.load_state_dict(state[key], strict=True)
     optimizer.load_state_dict(state["optimizer"])
@@ -111,7 +82,8 @@ def _model_state(models) -> tuple[dict[str, Any], dict[str, Any]]:
     return {key: model.sharded_state_dict(metadata=metadata) for key, model in _named(models)}, metadata
 
 
-def _sharded_state(models, optimizer, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(models, optimizer, *, is_loading: bool) -> dict[str, Any]:
+    """Models and optimizer, each tensor with its place in the whole."""
     state, metadata = _model_state(models)
     of_models = state if len(models) > 1 else state["model"]
     state["optimizer"] = optimizer.sharded_state_dict(
@@ -142,9 +114,3 @@ def _separate_steps(optimizer) -> None:
         for state in part.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
-
-
-def _prune(directory: Path, keep_last: int) -> None:
-    names = sorted(path.name for path in directory.iterdir() if _NAME.fullmatch(path.name))
-    for name in names[:-keep_last]:
-        shutil.rmtree(directory / name, ignore_errors=True)

@@ -19,6 +19,7 @@ from megatron_stare.engine.optimizer import LearningRate, build_optimizer, wrap_
 from megatron_stare.engine.packing import attention_length
 from megatron_stare.engine.parallel import Parallel
 from megatron_stare.engine.precision import precision_fields, sequence_multiple
+from megatron_stare.engine.saving import Checkpoints
 from megatron_stare.weights.export import Exporter
 from megatron_stare.weights.hf_config import read_hf_config
 from megatron_stare.weights.load import load_hf_weights
@@ -84,6 +85,7 @@ class Engine:
             distributed=layout.distributed_optimizer,
             offload=layout.optimizer_offload,
         )
+        self._largest_norm = optimizer.skip_grad_norm or math.inf
         self.learning_rate = LearningRate(
             peak=optimizer.lr,
             floor=optimizer.min_lr,
@@ -134,7 +136,14 @@ class Engine:
     ) -> step.UpdateStats:
         """One optimizer update; `normalizer` is the global batch's N of the chosen normalization."""
         return step.learn(
-            self.models, self.optimizer, microbatches, loss, self.parallel, normalizer=normalizer, lr=lr
+            self.models,
+            self.optimizer,
+            microbatches,
+            loss,
+            self.parallel,
+            normalizer=normalizer,
+            lr=lr,
+            largest_norm=self._largest_norm,
         )
 
     @functools.cached_property
@@ -153,17 +162,21 @@ class Engine:
         """
         return self.exporter.to_rank_0(share=True)
 
-    def save(self, directory: Path, steps: int, run_state: dict[str, Any], *, keep_last: int) -> Path:
-        """Write a checkpoint after `steps` finished steps."""
-        return checkpoint.save(
+    def checkpoints(self, directory: Path, *, keep_last: int, keep_every: int = 0) -> Checkpoints:
+        """Where this run's checkpoints are written."""
+        return Checkpoints(
             directory,
-            steps,
-            self.models,
-            self.optimizer,
-            run_state,
+            self.device.torch,
             hf_dir=self._hf_dir,
             keep_last=keep_last,
+            keep_every=keep_every,
         )
+
+    def save(
+        self, checkpoints: Checkpoints, steps: int, run_state: dict[str, Any], *, background: bool
+    ) -> None:
+        """Begin to write the checkpoint after `steps` finished steps."""
+        checkpoints.save(steps, self.models, self.optimizer, run_state, background=background)
 
     def load(self, path: Path) -> None:
         """Load a checkpoint's weights and optimizer in place."""

@@ -18,6 +18,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+from megatron_stare.errors import UserError
+
 # One optimizer update: for each data-parallel replica, its microbatches as lists of sequence numbers.
 Schedule = list[list[list[int]]]
 
@@ -39,12 +41,13 @@ def plan_update(
     Their number is a multiple of `multiple` (the pipeline's size where stages are virtual). A sequence costs
     its length, and its length squared over `attention_length` for attention (see `attention_length`). Each
     replica's microbatches go from the most expensive to the cheapest, so that those that run at the same time
-    are alike. Raises ValueError for a sequence above the budget.
+    are alike. Raises UserError for a sequence above the budget.
     """
     for i, length in enumerate(lengths):
         if length > max_tokens:
-            raise ValueError(
-                f"sequence {i} has {length} tokens, above max_tokens_per_microbatch={max_tokens}"
+            raise UserError(
+                f"batch.max_tokens_per_microbatch={max_tokens}: sequence {i} of the step has {length} "
+                "tokens; raise it, or drop such rows"
             )
     costs = [length + length * length / attention_length for length in lengths]
     microbatches = _fill(lengths, max_tokens, replicas * multiple)

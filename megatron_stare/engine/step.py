@@ -8,6 +8,7 @@ anything is divided.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -39,11 +40,15 @@ class Signals:
 
 @dataclass
 class UpdateStats:
-    """An optimizer update: the loss, the gradient norm before clipping, and the objective's sums."""
+    """An optimizer update: the loss, the gradient norm before clipping, and the objective's sums.
+
+    `skipped` counts updates that were computed but not made, because their gradient was not sound.
+    """
 
     loss: float
     grad_norm: float
     sums: dict[str, float]
+    skipped: int = 0
 
 
 def measure(models: list[torch.nn.Module], microbatches: list[Microbatch], parallel: Parallel) -> Signals:
@@ -82,8 +87,13 @@ def learn(
     *,
     normalizer: float,
     lr: float,
+    largest_norm: float = math.inf,
 ) -> UpdateStats:
-    """One optimizer update on `loss` summed over the global batch and divided by `normalizer`."""
+    """One optimizer update on `loss` summed over the global batch and divided by `normalizer`.
+
+    It is skipped, and parameters and moments stay as they are, where the gradient's norm is not finite or is
+    above `largest_norm`.
+    """
     announce_tokens(models, microbatches, parallel)
     for model in models:
         model.zero_grad_buffer()
@@ -99,8 +109,12 @@ def learn(
 
     collected = _run(models, microbatches, parallel, scaled_loss, forward_only=False)
     sums = _reduce_sums(collected, parallel)
-    _ok, grad_norm, _zeros = optimizer.step()
-    return UpdateStats(loss=sums.pop("loss", 0.0) / normalizer, grad_norm=float(grad_norm or 0.0), sums=sums)
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())  # equal on all ranks, so they skip together
+    sound = math.isfinite(norm) and norm <= largest_norm
+    if sound:
+        optimizer.step()
+    return UpdateStats(sums.pop("loss", 0.0) / normalizer, norm, sums, skipped=0 if sound else 1)
 
 
 def _run(models, microbatches, parallel, closure, **schedule):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -59,6 +61,9 @@ class MetricsFile:
 
     Lines of `start_step` and later are removed first: a run that resumes at a checkpoint repeats them,
     and its step numbers must never go backwards. `rows` holds all steps, also those from before.
+
+    A disk that is full does not end the run: what could not be written is logged, kept, and written by a
+    later `append`.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -73,12 +78,24 @@ class MetricsFile:
                 os.fsync(file.fileno())
             aside.replace(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._size = self._file.tell()
+        self._waiting: list[Row] = []
 
     def append(self, row: Row) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
         self.rows.append(row)
+        self._waiting.append(row)
+        data = "".join(map(_line, self._waiting)).encode()
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # half a line would spoil the next one
+            logger.warning("%s: %d steps wait to be written: %s", self.path, len(self._waiting), error)
+            return
+        self._size += len(data)
+        self._waiting = []
 
     def close(self) -> None:
         self._file.close()

@@ -16,6 +16,10 @@ class WeightVersionError(RolloutError):
     """A response was written by other weights than the ones it was asked of."""
 
 
+class AbortedError(RolloutError):
+    """The server gave a response up, as one that is dying or updated does."""
+
+
 def responses_from(
     answer: Any, n: int, *, prompt_index: int, vocab_size: int, weight_version: int | None
 ) -> list[Response]:
@@ -26,7 +30,8 @@ def responses_from(
 
     Raises:
         WeightVersionError: `weight_version` is given and any token was written by another.
-        RolloutError: not n responses, an aborted one, missing or non-finite log-probs, an unknown token id.
+        AbortedError: a response was aborted.
+        RolloutError: not n responses, missing or non-finite log-probs, an unknown token id.
     """
     where = f"prompt {prompt_index}"
     items = answer if isinstance(answer, list) else [answer]
@@ -46,7 +51,7 @@ def _response(item: Any, where: str, vocab_size: int, weight_version: int | None
     kind = reason.get("type")
     if kind == "abort":
         message = reason.get("message") or "no reason given"
-        raise RolloutError(f"{where}: the server aborted a response ({message})")
+        raise AbortedError(f"{where}: the server aborted a response ({message})")
     if kind not in ("stop", "length"):
         raise RolloutError(f"{where}: unknown finish reason {reason}")
     if not triples or len(triples) != count:

@@ -9,6 +9,9 @@ from megatron_stare.config.schema import RolloutSection
 from megatron_stare.errors import UserError
 
 CPU_CACHE_TOKENS = 65_536
+# What a server calls the weights it starts with. No publisher's version, so that a server that was
+# restarted never passes for one that has the current weights.
+INITIAL_VERSION = "initial"
 _OWNED = ("model_path", "host", "port", "api_key", "device", "tp_size", "tp")
 
 
@@ -33,7 +36,7 @@ def server_arguments(
         "max_running_requests": rollout.max_running_requests,
         # Two servers with one seed would sample the same noise.
         "random_seed": (seed * 1_000_003 + index) % 2**31,
-        "weight_version": "0",
+        "weight_version": INITIAL_VERSION,
         # Token ids in, token ids out: text is nobody's business here.
         "skip_tokenizer_init": True,
         # SGLang's own warm-up sends fixed ids, and one outside a small vocabulary ends the server.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -14,6 +15,7 @@ from megatron_stare.rollout.child import API_KEY_VARIABLE
 
 _SERVERS_VARIABLE = "MEGATRON_STARE_SERVERS"
 _ROUTER_VARIABLE = "MEGATRON_STARE_ROUTER"
+_RENDEZVOUS_VARIABLE = "MEGATRON_STARE_RENDEZVOUS"
 # Servers are on this machine or the job's own network: a proxy from the environment is never meant for them.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -30,11 +32,14 @@ class Endpoints:
         servers: base URL of every SGLang server. Weight updates, pause and abort go to each of them.
         router: base URL of sglang-router; None where samples are asked of the servers directly.
         api_key: bearer token that all of them demand; None for servers without one. Not shown in repr.
+        rendezvous: address of this node where the servers meet the trainer for a weight update; None:
+            rollout.host.
     """
 
     servers: list[str]
     router: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    rendezvous: str | None = None
 
     @property
     def sampling(self) -> list[str]:
@@ -52,6 +57,7 @@ class Endpoints:
             _SERVERS_VARIABLE: " ".join(self.servers),
             _ROUTER_VARIABLE: self.router,
             API_KEY_VARIABLE: self.api_key,
+            _RENDEZVOUS_VARIABLE: self.rendezvous,
         }
         return {name: value for name, value in values.items() if value}
 
@@ -62,7 +68,8 @@ class Endpoints:
         servers = environment.get(_SERVERS_VARIABLE, "").split()
         if not servers:
             raise RolloutError(f"{_SERVERS_VARIABLE} is not set: this process was told of no SGLang server")
-        return cls(servers, environment.get(_ROUTER_VARIABLE), environment.get(API_KEY_VARIABLE))
+        others = (_ROUTER_VARIABLE, API_KEY_VARIABLE, _RENDEZVOUS_VARIABLE)
+        return cls(servers, *(environment.get(name) for name in others))
 
     def call(
         self, url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float
@@ -80,14 +87,14 @@ class Endpoints:
                 status, text = answer.status, answer.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read().decode(errors="replace")
+        except http.client.HTTPException as error:  # cut off in the midst
+            raise ConnectionError(f"{type(error).__name__} {error}") from error
         try:
             return status, json.loads(text)
         except ValueError:
             return status, text
 
-    def require(
-        self, url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float
-    ) -> Any:
+    def require(self, url: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float) -> Any:
         """As call(), but anything other than a success is a RolloutError that quotes the answer."""
         try:
             status, answer = self.call(url, path, body, timeout=timeout)

@@ -17,14 +17,14 @@ from megatron_stare.errors import UserError
 _RANGE = range(20_000, 32_000)
 
 
-def require_free(host: str, port: int, key: str) -> None:
-    """Raise UserError naming `key` when `port` on `host` is in use or may not be used."""
+def require_free(host: str, port: int, source: str) -> None:
+    """Raise UserError naming `source`, which asks for it, when `port` on `host` cannot be used."""
     try:
         with _bound(host, port):
             pass
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        message = f"{key}={port}: port {port} on {host} {reason}; choose another or leave it out"
+        message = f"{source}: port {port} on {host} {reason}; choose another or leave it out"
         raise UserError(message) from None
 
 
@@ -49,6 +49,11 @@ class PortLease:
             with contextlib.suppress(OSError), _bound(host, port):
                 return port
         raise OSError(errno.EADDRINUSE, f"no free port in {_RANGE.start}-{_RANGE.stop} on {host}")
+
+    def hold(self, port: int) -> None:
+        """Keep `port`, chosen elsewhere, from being taken. Raises UserError if another run holds it."""
+        if not self._lock(port):
+            raise UserError(f"port {port} belongs to another run on this machine; choose another")
 
     def _lock(self, port: int) -> bool:
         file = os.open(self._directory / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -21,7 +21,7 @@ _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")  # config and tokenizer; nev
 class DiskPublisher(Publisher):
     """Writes sharded safetensors with an index, then has every server load them.
 
-    Memory stays at one shard. The copy before the last is deleted once all servers have the new one.
+    Memory stays at one shard. The copy before the last is deleted once the servers have the new one.
     """
 
     def __init__(
@@ -30,17 +30,18 @@ class DiskPublisher(Publisher):
         super().__init__(rollout, endpoints)
         self._scratch = scratch_dir.absolute()  # servers may run in another directory
         self._model_path = model_path
-        self._served: Path | None = None
+        self._last: Path | None = None
 
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         directory = self._scratch / f"weights-{version}"
         self._write(named_tensors, directory)
         self._pause()
+        self._set_version(f"incomplete-{version}")  # a server that fails on the way holds a mixture
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
         self._each("/update_weights_from_disk", body, timeout=self._rollout.request_timeout)
-        if self._served not in (None, directory):
-            shutil.rmtree(self._served, ignore_errors=True)
-        self._served = directory
+        if self._last not in (None, directory):
+            shutil.rmtree(self._last, ignore_errors=True)
+        self._last = directory
 
     def _write(self, named_tensors: Iterator[tuple[str, torch.Tensor]], directory: Path) -> None:
         aside = directory.with_name(directory.name + ".partial")
@@ -66,6 +67,6 @@ class DiskPublisher(Publisher):
 
     def close(self) -> None:
         super().close()
-        if self._served is not None:
-            shutil.rmtree(self._served, ignore_errors=True)
-            self._served = None
+        if self._last is not None:
+            shutil.rmtree(self._last, ignore_errors=True)
+            self._last = None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,17 +16,20 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_stare.config.schema import RolloutSection
+from megatron_stare.rollout.answer import as_version
 from megatron_stare.rollout.endpoints import Endpoints, RolloutError
 from megatron_stare.rollout.sync import CONTROL_TIMEOUT, Bucket, Publisher, PublishError, buckets
+from megatron_stare.rollout.threads import in_thread
 
 _POLL_SECONDS = 0.001
+_PARTING_SECONDS = 5.0
 
 
 class DistributedPublisher(Publisher):
-    """Broadcasts from rank 0 of a group of its own: this process, then every server's tp ranks in turn.
+    """Broadcasts from rank 0 of a group of its own: this process, then the servers' tp ranks in turn.
 
-    The group is made at the first publish, and anew after any failure, so that servers or a trainer that
-    were restarted in between find each other again.
+    The group is made at the first publish, and anew after any failure and whenever the servers that answer
+    are others than last time, one that was restarted included.
     """
 
     def __init__(
@@ -39,13 +40,15 @@ class DistributedPublisher(Publisher):
         self._buffers = _Buffers()
         self._name = ""
         self._group: dist.ProcessGroup | None = None
+        self._members: list[str] = []  # the group's servers
+        self._last: int | None = None  # what all of them serve since the last publish
         self._sessions = True  # whether the servers know begin_weight_update (SGLang 0.5.9 does not)
 
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         limit = self._rollout.bucket_mb << 20
         under_way: list[_Sending] = []
         try:
-            beginning = self._pool.submit(self._begin, version)
+            beginning = in_thread(self._begin, version)
             for bucket in buckets(named_tensors, limit, first=limit // 8):
                 flat = self._buffers.flatten(bucket)  # while the servers are told, or load the last one
                 beginning.result()
@@ -67,21 +70,23 @@ class DistributedPublisher(Publisher):
             self._disconnect()
             raise
         self._set_version(str(version))
-
-    def _set_version(self, version: str) -> None:
-        self._each("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self._last = version
 
     def _begin(self, version: int) -> None:
         # Until the end of the update a server holds a mixture, which must pass for neither version.
-        marking = self._pool.submit(self._set_version, f"incomplete-{version}")
+        marking = in_thread(self._set_version, f"incomplete-{version}")
         self._pause()
-        flushing = self._pool.submit(self._each, "/flush_cache", {})  # nothing new is cached from here on
+        flushing = in_thread(self._each, "/flush_cache", {})  # nothing new is cached from here on
+        if self._group is not None and not self._group_is_current():
+            self._disconnect()
         if self._group is None:
             self._connect()
-        for beginning in [self._pool.submit(self._begin_session, url) for url in self._endpoints.servers]:
-            beginning.result()
-        for call in (marking, flushing):
-            call.result()
+        self._wait([*(in_thread(self._begin_session, url) for url in self._targets), marking, flushing])
+
+    def _group_is_current(self) -> bool:
+        """Whether the servers are those of the group: a restarted one serves what it started with."""
+        served = {as_version(version) for version in self._found.values()}
+        return self._members == self._targets and served == {self._last}
 
     def _begin_session(self, url: str) -> None:
         path = "/begin_weight_update"
@@ -110,13 +115,13 @@ class DistributedPublisher(Publisher):
         }
         limit = self._rollout.request_timeout
         answers = {
-            url: self._pool.submit(
+            url: in_thread(
                 self._endpoints.require, url, "/update_weights_from_distributed", body, timeout=limit
             )
-            for url in self._endpoints.servers
+            for url in self._members
         }
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        return _Sending(flat, work, answers, time.monotonic() + limit)
+        return _Sending(flat, work, answers, time.monotonic() + limit, self._pulse.check)
 
     def _connect(self) -> None:
         """Make the group. The servers' side is SGLang's init_custom_process_group.
@@ -124,9 +129,9 @@ class DistributedPublisher(Publisher):
         The store is made here from a listening socket: the port is taken when its number is told, only the
         servers' address is listened on, and under torchrun `tcp://` would mean the agent's store instead.
         """
-        servers, tp = self._endpoints.servers, self._rollout.tp
-        world_size = 1 + tp * len(servers)
-        host = self._rollout.host
+        self._members, tp = self._targets, self._rollout.tp
+        world_size = 1 + tp * len(self._members)
+        host = self._endpoints.rendezvous or self._rollout.host
         self._name = f"megatron_stare-{uuid.uuid4().hex[:12]}"
         limit = timedelta(seconds=min(self._rollout.request_timeout, 1800.0))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -147,27 +152,21 @@ class DistributedPublisher(Publisher):
                 "backend": self._backend,
             }
 
-        answers = {
-            url: self._pool.submit(
-                self._endpoints.require,
-                url,
-                "/init_weights_update_group",
-                body(index),
-                timeout=limit.total_seconds(),
-            )
-            for index, url in enumerate(servers)
-        }
+        path, seconds = "/init_weights_update_group", limit.total_seconds()
+        answers = [
+            in_thread(self._endpoints.require, url, path, body(index), timeout=seconds)
+            for index, url in enumerate(self._members)
+        ]
         # Making the group waits for all, and a server that refuses never joins: so it waits in a thread,
         # which is left behind if a server refuses.
-        making = _in_thread(
+        making = in_thread(
             lambda: c10d._new_process_group_helper(
                 world_size, 0, [], dist.Backend(self._backend), dist.PrefixStore(self._name, store),
                 group_name=self._name, timeout=limit,
             )[0]
         )  # fmt: skip
         try:
-            for future in concurrent.futures.as_completed([*answers.values(), making], limit.total_seconds()):
-                future.result()
+            self._wait([*answers, making])
         except BaseException:
             making.add_done_callback(lambda made: made.exception() or _close_group([made.result()]))
             raise
@@ -185,12 +184,13 @@ class DistributedPublisher(Publisher):
         if not name:
             return
         path, body = "/destroy_weights_update_group", {"group_name": name}
-        telling = [
-            _in_thread(functools.partial(self._endpoints.call, url, path, body, timeout=10.0))
-            for url in self._endpoints.servers
-        ]
-        concurrent.futures.wait(telling, timeout=1.0)
-        concurrent.futures.wait([*telling, _in_thread(lambda: _close_group(holder))], timeout=10.0)
+        telling = {
+            url: in_thread(self._endpoints.call, url, path, body, timeout=2 * _PARTING_SECONDS)
+            for url in self._members
+        }
+        concurrent.futures.wait(telling.values(), timeout=1.0)
+        alive = [telling[url] for url in self._pulse.alive() if url in telling]
+        concurrent.futures.wait([*alive, in_thread(_close_group, holder)], timeout=_PARTING_SECONDS)
 
     def close(self) -> None:
         self._disconnect()
@@ -205,12 +205,18 @@ class _Sending:
     """
 
     def __init__(
-        self, flat: torch.Tensor, work: Any, answers: dict[str, Future[Any]], deadline: float
+        self,
+        flat: torch.Tensor,
+        work: Any,
+        answers: dict[str, Future[Any]],
+        deadline: float,
+        check: Callable[[], None],
     ) -> None:
         self._flat: torch.Tensor | None = flat  # kept until it is sent
         self._work = work
         self._answers = answers
         self._deadline = deadline
+        self._check = check  # raises when a server is lost
 
     def abandon(self) -> None:
         """Let go of the broadcast, which holds the group's connections open."""
@@ -233,6 +239,7 @@ class _Sending:
                 self._raise_failure()
                 if not (open_answers and for_answers):
                     return
+            self._check()
             if time.monotonic() > self._deadline:
                 waiting = ", ".join(open_answers) or "the broadcast"
                 limit = "rollout.request_timeout"
@@ -301,17 +308,3 @@ def _close_group(holder: list[dist.ProcessGroup | None]) -> None:
     if group is not None:
         group.abort()  # for NCCL; without effect on gloo
         dist.destroy_process_group(group)
-
-
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call it in a daemon thread, which may hang without keeping this process from ending."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -64,9 +64,19 @@ class RunFiles:
         return self.root / "journal"
 
     @property
-    def status(self) -> Path:
-        """What the run is doing now: one JSON object, replaced at each change."""
-        return self.root / "status.json"
+    def progress(self) -> Path:
+        """How far the trainer is: one JSON object, replaced by rank 0 at each change of phase."""
+        return self.root / "progress.json"
+
+    @property
+    def nodes(self) -> Path:
+        """What each node of the job runs: NUMBER.json, replaced every few seconds."""
+        return self.root / "nodes"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the job that uses this directory."""
+        return self.root / "run.lock"
 
     @property
     def problems(self) -> Path:

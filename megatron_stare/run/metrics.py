@@ -32,4 +32,5 @@ def merge_updates(updates: list[UpdateStats], normalizers: list[float]) -> Updat
         loss=sum(update.loss * n for update, n in zip(updates, normalizers, strict=True)) / total,
         grad_norm=max(update.grad_norm for update in updates),
         sums={name: sum(update.sums[name] for update in updates) for name in updates[0].sums},
+        skipped=sum(update.skipped for update in updates),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout import RolloutClient
+from megatron_stare.rollout import RolloutClient, StaleServersError
+from megatron_stare.run.journal import Journal, Rollouts
 from megatron_stare.tasks import PromptCursor, Scorer, fill_texts, open_source
 from megatron_stare.tasks.sample import Group, Prompt
 
@@ -24,20 +26,43 @@ class Sampler:
         client: RolloutClient,
         should_stop: Callable[[], bool],
         reward_log: Path,
+        journal: Journal | None,
     ):
         self.config, self.tokenizer, self.client = config, tokenizer, client
         self.should_stop = should_stop
+        self.journal = journal
         source = open_source(config.task, tokenizer, config.run.seed)
         self.cursor = PromptCursor(source, config.run.seed, config.task.shuffle)
         self.scorer = Scorer(config.task, reward_log)
 
-    def collect(self, weight_version: int, status: Callable[[str], None]) -> tuple[list[Group], dict]:
-        """A step's groups, each response scored, and what sampling cost.
+    def collect(self, step: int, weight_version: int, status: Callable[[str], None]) -> Rollouts:
+        """A step's groups, each response scored, and what sampling cost: from the journal, or sampled.
 
         With dynamic sampling, groups whose rewards are all equal are replaced by new ones. After
         `max_sampling_rounds` the batch is filled up with some of them (they carry no advantage), so that
         a task that has become too easy slows the run down instead of ending it.
+
+        Raises StaleServersError, with the prompts' cursor where it was.
         """
+        kept = self.journal.read(step) if self.journal else None
+        if kept is not None:
+            self.load_state_dict(kept.source)
+            fill_texts(self.tokenizer, kept.groups)
+            return kept
+        start = self.cursor.state_dict()
+        try:
+            groups, figures = self._fill_batch(step, weight_version, status)
+        except StaleServersError:
+            self.cursor.load_state_dict(start)
+            raise
+        rollouts = Rollouts(groups, figures, self.state_dict())
+        if self.journal:
+            self.journal.write(step, rollouts)
+        return rollouts
+
+    def _fill_batch(
+        self, step: int, weight_version: int, status: Callable[[str], None]
+    ) -> tuple[list[Group], dict[str, float]]:
         wanted, algorithm = self.config.batch.prompts_per_step, self.config.algorithm
         kept: list[Group] = []
         uniform: list[Group] = []
@@ -50,19 +75,20 @@ class Sampler:
                 self.config.batch.responses_per_prompt,
                 weight_version,
                 status,
+                self._seed("train", step, rounds),
             )
             totals.update(stats.metrics())
             for group in groups:
                 drop = algorithm.dynamic_sampling and _is_uniform(group)
                 (uniform if drop else kept).append(group)
-        metrics = {
+        figures = {
             **totals,
             "sampling/rounds": rounds,
             "sampling/uniform_groups": len(uniform) + sum(map(_is_uniform, kept)),
         }
-        return kept + uniform[: wanted - len(kept)], metrics
+        return kept + uniform[: wanted - len(kept)], figures
 
-    def evaluate(self, weight_version: int, status: Callable[[str], None]) -> dict[str, float]:
+    def evaluate(self, step: int, weight_version: int, status: Callable[[str], None]) -> dict[str, float]:
         """Mean reward, pass@k and distinct right answers a prompt, on the first held-out prompts.
 
         pass@k for the number of samples and for every power of four below it.
@@ -73,7 +99,8 @@ class Sampler:
         held_out = self.config.run.seed + 1  # another seed makes other rows of a procedural task
         source = open_source(task, self.tokenizer, held_out)
         prompts = PromptCursor(source, held_out, shuffle=False).next(evaluation.prompts)
-        groups, _ = self._sample_and_score(prompts, evaluation.samples, weight_version, status)
+        seed = self._seed("evaluation", step)
+        groups, _ = self._sample_and_score(prompts, evaluation.samples, weight_version, status, seed)
         right = [[r for r in group.responses if r.reward > 0] for group in groups]
         n, count = evaluation.samples, len(groups)
         passed = {
@@ -86,14 +113,21 @@ class Sampler:
             "eval/distinct_right": sum(len({r.text for r in responses}) for responses in right) / count,
         }
 
-    def _sample_and_score(self, prompts: list[Prompt], n: int, weight_version: int, status):
+    def _sample_and_score(self, prompts: list[Prompt], n: int, weight_version: int, status, seed: int | None):
         status("sampling")
         groups = self.client.generate(
-            prompts, n, weight_version=weight_version, should_stop=self.should_stop
+            prompts, n, weight_version=weight_version, should_stop=self.should_stop, seed=seed
         )
         fill_texts(self.tokenizer, groups)
         status("scoring")
         return groups, self.scorer.score(groups)
+
+    def _seed(self, *purpose: str | int) -> int | None:
+        """62 bits that name this draw of this run; None where servers draw as they like."""
+        if not self.config.rollout.seeded:
+            return None
+        words = "/".join(map(str, (self.config.run.seed, *purpose)))
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 2
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step's prompts start."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,20 +14,22 @@ from megatron_stare.config.schema import Config
 from megatron_stare.engine.batch import Microbatch
 from megatron_stare.engine.engine import Engine
 from megatron_stare.engine.step import Signals, UpdateStats
-from megatron_stare.errors import Preempted
-from megatron_stare.quant.wire import fp8_weights
+from megatron_stare.errors import Preempted, TrainingFailed
 from megatron_stare.report import Reporter
 from megatron_stare.run import policy
-from megatron_stare.run.card import model_card
 from megatron_stare.run.files import RunFiles
+from megatron_stare.run.health import Pulse
+from megatron_stare.run.journal import Rollouts
+from megatron_stare.run.keeping import Keeping
 from megatron_stare.run.metrics import group_metrics, merge_updates
-from megatron_stare.resume.mode import fixed_values
+from megatron_stare.run.problems import record_problem
 from megatron_stare.run.sampling import Sampler
+from megatron_stare.run.serving import Serving
 from megatron_stare.run.stare import Stare
+from megatron_stare.run.state import RunState
 from megatron_stare.run.supervised import RowFeed
 from megatron_stare.stare import GateDecision
 from megatron_stare.tasks.sample import Group
-from megatron_stare.weights.save import save_hf
 
 
 class Batch:
@@ -46,7 +47,10 @@ class Batch:
 
 
 class Session:
-    """The parts of a run on this rank. `source`, `publisher` and `reporter` exist on rank 0 only."""
+    """The parts of a run on this rank. `source`, `publisher`, `reporter` and `pulse` exist on rank 0 only.
+
+    `steps`: where to stop, instead of at the run's end.
+    """
 
     def __init__(
         self,
@@ -57,60 +61,62 @@ class Session:
         source: Sampler | RowFeed | None,
         publisher,
         reporter: Reporter | None,
-        first_step: int = 0,
-        stare_state: dict[str, Any] | None = None,
+        keeping: Keeping,
+        pulse: Pulse | None,
+        state: RunState,
+        bound: dict[str, Any],
+        steps: int | None = None,
     ):
         self.config, self.engine, self.files = config, engine, files
         self.parallel = engine.parallel
         self.source, self.publisher, self.reporter = source, publisher, reporter
+        self.keeping, self._pulse, self._bound = keeping, pulse, bound
+        self._steps = steps or config.run.steps
         self.stare = Stare.of(config)
-        if self.stare and stare_state:
-            self.stare.load_state_dict(stare_state)
-        self.steps_done = self._saved_at = first_step
-        self._version = first_step - 1
+        if self.stare and state.stare:
+            self.stare.load_state_dict(state.stare)
+        self.steps_done = state.steps
+        self._skipped = state.skipped
+        on_problem = self._problem_of("servers")
+        self._serving = Serving(config.rollout, engine, publisher, state.steps - 1, on_problem)
         self._times: dict[str, float] = {}
         self._sampling: dict[str, float] = {}
         self._quadrants: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
-        self._boundary = self._run_state()
+        self._boundary = self._state()
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to do, counted from 0 over the whole run."""
-        while self.steps_done < self.config.run.steps:
+        while self.steps_done < self._steps:
             self._times = {}
             yield self.steps_done
             self.steps_done += 1
-            self._boundary = self._run_state()
-            every = self.config.checkpoint.every
-            if every and self.steps_done % every == 0:
-                self.save()
-            hf_every = self.config.checkpoint.hf_every
-            if hf_every and self.steps_done % hf_every == 0:
-                self.export(self.files.hf_step(self.steps_done))
+            self._boundary = self._state()
+            if self._pulse:
+                self._pulse.step(self.steps_done)
+            self._keep()
 
     # --- the parts of an RL step, in the loop's order -------------------------------------------------
 
     def publish(self) -> None:
         """Give the servers the current weights; their version is the number of steps they have learned."""
-        self._version += 1
         with self._timed("publish", "publishing"):
-            weights = self.engine.hf_weights()
-            if self.config.rollout.wire == "fp8_blockwise":
-                weights = fp8_weights(weights, self.engine.hf)
-            if self.publisher:
-                self.publisher.publish(weights, self._version)
-            else:
-                for _ in weights:  # takes part in gathering; the tensors are whole on rank 0 alone
-                    pass
+            self._serving.publish_next()
 
     def sample(self, step: int) -> list[Group] | None:
         """The step's scored groups, on rank 0. None elsewhere, or when the run is asked to stop."""
-        if self.source is None or self.source.should_stop():
+        with self._timed("sample"):
+            rollouts = self._serving.ask(self.source and partial(self._collect, step))
+        if rollouts is None:
+            return None
+        self._sampling = rollouts.figures
+        return rollouts.groups
+
+    def _collect(self, step: int, version: int) -> Rollouts | None:
+        if self.source.should_stop():
             return None
         try:
-            with self._timed("sample"):
-                groups, self._sampling = self.source.collect(self._version, self._status)
-            return groups
+            return self.source.collect(step, version, self._status)
         except Preempted:
             return None
 
@@ -157,9 +163,7 @@ class Session:
 
     def finish_step(self, step, groups, signals: Signals, decision, stats: UpdateStats) -> None:
         """Report the step, and evaluate where the config asks for it."""
-        last = step + 1 == self.config.run.steps
-        evaluation = self.config.evaluation
-        due = (evaluation.every and (step + 1) % evaluation.every == 0) or (last and evaluation.at_end)
+        evaluated = self._evaluate_if_due(step)
         if not self.reporter:
             return
         metrics = group_metrics(groups) | self._sampling | self._gap
@@ -167,11 +171,21 @@ class Session:
         metrics["entropy"] = signals.mean_entropy
         if decision:
             metrics |= decision.metrics() | self._quadrants
-        if due:
-            # Asked to stop meanwhile: all ranks learn of it together, at the next step's start.
-            with contextlib.suppress(Preempted), self._timed("evaluate"):
-                metrics |= self.source.evaluate(self._version, self._status)
-        self._report(step, metrics, signals.tokens)
+        self._report(step, metrics | (evaluated or {}), signals.tokens)
+
+    def _evaluate_if_due(self, step: int) -> dict[str, float] | None:
+        last = step + 1 == self.config.run.steps
+        evaluation = self.config.evaluation
+        if not ((evaluation.every and (step + 1) % evaluation.every == 0) or (last and evaluation.at_end)):
+            return None
+        with self._timed("evaluate"):
+            return self._serving.ask(self.source and partial(self._evaluate, step))
+
+    def _evaluate(self, step: int, version: int) -> dict[str, float] | None:
+        # Asked to stop meanwhile: all ranks learn of it together, at the next step's start.
+        with contextlib.suppress(Preempted):
+            return self.source.evaluate(step, version, self._status)
+        return None
 
     # --- supervised training --------------------------------------------------------------------------
 
@@ -199,27 +213,18 @@ class Session:
     # --- state ----------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint of the last step boundary, unless that is there already; collective."""
-        if self._saved_at == self.steps_done:
-            return
-        self._status("saving")
-        checkpoint = self.config.checkpoint
-        self.engine.save(
-            self.files.checkpoints, self.steps_done, self._boundary, keep_last=checkpoint.keep_last
-        )
-        self._saved_at = self.steps_done
+        """Write a checkpoint of the last step boundary, unless it is there, and wait for it; collective.
 
-    def export(self, directory: Path) -> None:
-        """Write the policy as a Hugging Face checkpoint, in place of an earlier one; collective."""
+        Raises TrainingFailed where that is not possible: nobody is to think that it is there.
+        """
+        self._status("saving")
+        if problem := self.keeping.save(self._boundary, wait=True):
+            raise TrainingFailed(f"no checkpoint after {self.steps_done} steps: {problem}")
+
+    def export(self) -> None:
+        """Write the policy as the Hugging Face checkpoint RUN/hf; collective."""
         self._status("exporting")
-        if self.parallel.rank == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-        save_hf(
-            directory,
-            self.engine.exporter,
-            self.config.model.path,
-            card=model_card(self.config, self.steps_done, self._last_metrics),
-        )
+        self.keeping.export(self.files.hf, self.steps_done, self._last_metrics)
 
     def close(self, outcome: str) -> None:
         """End what rank 0 holds: reward pool, client, weight-sync group, report."""
@@ -229,14 +234,27 @@ class Session:
         if self.reporter:
             self.reporter.close(outcome)
 
-    def _run_state(self) -> dict[str, Any]:
+    def _keep(self) -> None:
+        """What is written between two steps: checkpoints and exports that are due, collective."""
+        self.keeping.poll()
+        checkpoint = self.config.checkpoint
+        if checkpoint.every and self.steps_done % checkpoint.every == 0:
+            self._status("saving")
+            self.keeping.save(self._boundary, wait=not checkpoint.background)
+        if checkpoint.hf_every and self.steps_done % checkpoint.hf_every == 0:
+            self._status("exporting")
+            directory = self.files.hf_step(self.steps_done)
+            self.keeping.export(directory, self.steps_done, self._last_metrics)
+
+    def _state(self) -> RunState:
         """What the next step depends on beside weights and optimizer, taken between two steps."""
-        return {
-            "steps": self.steps_done,
-            "fixed": fixed_values(self.config),
-            "stare": self.stare.state_dict() if self.stare else None,
-            "source": self.source.state_dict() if self.source else None,
-        }
+        return RunState(
+            steps=self.steps_done,
+            skipped=self._skipped,
+            stare=self.stare.state_dict() if self.stare else None,
+            source=self.source.state_dict() if self.source else None,
+            bound=self._bound,
+        )
 
     @property
     def _normalization(self) -> str:
@@ -269,15 +287,27 @@ class Session:
         updates = []
         for i, part in enumerate(batch.slices):
             number = self.steps_done * len(batch.slices) + i
-            updates.append(
-                self.engine.learn(
-                    batch.microbatches[part],
-                    loss_of(part),
-                    normalizer=batch.normalizers[i],
-                    lr=self.engine.learning_rate(number),
-                )
+            update = self.engine.learn(
+                batch.microbatches[part],
+                loss_of(part),
+                normalizer=batch.normalizers[i],
+                lr=self.engine.learning_rate(number),
             )
+            updates.append(update)
+            self._count_skipped(update)
         return merge_updates(updates, batch.normalizers)
+
+    def _count_skipped(self, update: UpdateStats) -> None:
+        self._skipped = self._skipped + 1 if update.skipped else 0
+        if not update.skipped:
+            return
+        found = f"step {self.steps_done}: gradient norm {update.grad_norm:g}"
+        self._problem_of("trainer")(f"{found}; the update was skipped ({self._skipped} in a row)")
+        if self._skipped >= self.config.optimizer.max_skipped:
+            raise TrainingFailed(
+                f"{found}; {self._skipped} updates in a row were skipped (optimizer.max_skipped). Look at "
+                "metrics.jsonl before it, then resume from an earlier checkpoint with a lower optimizer.lr"
+            )
 
     def _report(self, step: int, metrics: dict[str, float], tokens: int) -> None:
         updates = self.config.batch.updates_per_step
@@ -290,6 +320,14 @@ class Session:
     def _status(self, phase: str) -> None:
         if self.reporter:
             self.reporter.status(phase)
+        if self._pulse:
+            self._pulse.phase(phase)
+
+    def _problem_of(self, part: str) -> Callable[[str], None]:
+        """Records problems of one part, on rank 0 alone: all ranks see the same ones."""
+        if self.parallel.rank:
+            return lambda _message: None
+        return partial(record_problem, self.files.problems, part)
 
     @contextlib.contextmanager
     def _timed(self, name: str, phase: str | None = None):
@@ -302,4 +340,5 @@ class Session:
 
 def _learning_metrics(stats: UpdateStats, tokens: int) -> dict[str, float]:
     means = {f"policy/{name}": total / max(tokens, 1) for name, total in stats.sums.items()}
-    return {"loss": stats.loss, "grad_norm": stats.grad_norm, **means}
+    figures = {"loss": stats.loss, "grad_norm": stats.grad_norm, **means}
+    return figures | ({"skipped_updates": stats.skipped} if stats.skipped else {})

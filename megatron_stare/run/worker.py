@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_stare.config import load_config
-from megatron_stare.errors import Preempted, UserError
+from megatron_stare.errors import Preempted, TrainingFailed, UserError
 from megatron_stare.rollout.child import die_with_parent
 from megatron_stare.run.files import RunFiles
 
@@ -38,11 +40,17 @@ def main() -> int:
     die_with_parent()
     files = RunFiles(Path(sys.argv[1]))
     rank = int(os.environ.get("RANK", "0"))
-    _log_to_file(files, rank)
+    log_to_file(files, f"trainer-{rank}", rank)
+    # The watchdog asks for all stacks before it ends ranks that hang.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if rank == 0:
+        files.outcome.unlink(missing_ok=True)  # of the attempt before this one
     try:
-        outcome, message = run(files, rank)
+        outcome, message = run(files)
     except UserError as error:
         outcome, message = "refused", str(error)
+    except TrainingFailed as error:
+        outcome, message = "stopped", str(error)
     except Exception as error:
         traceback.print_exc()
         outcome, message = "failed", f"{type(error).__name__}: {error}"[:500]
@@ -63,25 +71,15 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run(files: RunFiles, rank: int) -> tuple[str, str]:
+def run(files: RunFiles) -> tuple[str, str]:
     """Build the parts, train, save. Returns the outcome and a sentence about it."""
-    from megatron_stare.engine.device import current
-    from megatron_stare.engine.engine import Engine
-    from megatron_stare.engine.parallel import initialize, shut_down
-    from megatron_stare.run.build import build_session
+    from megatron_stare.engine.parallel import shut_down
+    from megatron_stare.run.build import build_engine, build_session
     from megatron_stare.run.trainer import train, train_supervised
 
     config = load_config(files.config)
     stop = StopFlag(files)
-    layout = config.parallel
-    device = current()
-    parallel = initialize(
-        device,
-        **layout.groups,
-        seed=config.run.seed,
-        timeout_minutes=layout.timeout_minutes,
-    )
-    session = build_session(config, Engine(config, device, parallel), files, stop)
+    session = build_session(config, build_engine(config), files, stop)
     try:
         try:
             (train if config.objective == "rl" else train_supervised)(session)
@@ -91,7 +89,7 @@ def run(files: RunFiles, rank: int) -> tuple[str, str]:
         if outcome == "preempted" or config.checkpoint.at_end:
             session.save()
         if outcome == "done" and config.checkpoint.hf_at_end:
-            session.export(files.hf)
+            session.export()
     except BaseException:
         session.close("failed")
         raise
@@ -100,10 +98,10 @@ def run(files: RunFiles, rank: int) -> tuple[str, str]:
     return outcome, f"{session.steps_done} of {config.run.steps} steps"
 
 
-def _log_to_file(files: RunFiles, rank: int) -> None:
+def log_to_file(files: RunFiles, name: str, rank: int) -> None:
     """Send this rank's output to its log; rank 0 keeps standard output for the person who watches."""
     files.logs.mkdir(parents=True, exist_ok=True)
-    log = os.open(files.logs / f"trainer-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(files.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 2)
     if rank != 0:
         os.dup2(log, 1)
@@ -112,11 +110,8 @@ def _log_to_file(files: RunFiles, rank: int) -> None:
 def _record(files: RunFiles, rank: int, outcome: str, message: str) -> None:
     """Leave the outcome; rank 0's word stands, and of the others the first failure's."""
     mode = "w" if rank == 0 and outcome != "failed" else "x"
-    try:
-        with open(files.outcome, mode, encoding="utf-8") as file:
-            json.dump({"outcome": outcome, "message": message, "rank": rank}, file)
-    except FileExistsError:
-        pass
+    with contextlib.suppress(OSError), open(files.outcome, mode, encoding="utf-8") as file:
+        json.dump({"outcome": outcome, "message": message, "rank": rank}, file)
 
 
 if __name__ == "__main__":

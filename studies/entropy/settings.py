@@ -79,22 +79,16 @@ def _rival(method: str, label: str, values: dict[str, Any]) -> Setting:
 _FULL_GROUPS = {"algorithm.dynamic_sampling": True}
 MAIN = [
     Setting("GRPO", seeds=MAIN_SEEDS),
-    Setting("STARE c2", "pi two-sided", _stare("c2", "pi", W_min=0.5), seeds=MAIN_SEEDS),
-    Setting("STARE o1", "pi two-sided", _stare("o1", "pi", W_min=0.5), seeds=MAIN_SEEDS),
-    Setting("STARE c2", "pi", _stare("c2", "pi")),
-    Setting("STARE o1", "pi", _stare("o1", "pi")),
+    Setting("STARE o1", "pi", _stare("o1", "pi"), seeds=MAIN_SEEDS),
+    Setting("STARE c2", "pi", _stare("c2", "pi"), seeds=MAIN_SEEDS),
     Setting("DAPO", "", _FULL_GROUPS | {"algorithm.clip_high": 0.28}, seeds=MAIN_SEEDS),
+    Setting("STARE o1", "pi two-sided", _stare("o1", "pi", W_min=0.5)),
+    Setting("STARE c2", "pi two-sided", _stare("c2", "pi", W_min=0.5)),
 ]
 RATES = [
-    *(
-        Setting(method, label, values, lr=lr, seeds=MAIN_SEEDS)
-        for lr in (1e-4, 1e-5)
-        for method, label, values in (
-            ("STARE c2", "pi two-sided", _stare("c2", "pi", W_min=0.5)),
-            ("GRPO", "", {}),
-        )
-    ),
+    *(Setting("STARE o1", "pi", _stare("o1", "pi"), lr=lr, seeds=MAIN_SEEDS) for lr in (1e-4, 1e-5)),
     *(Setting("STARE c2", "pi", _stare("c2", "pi"), lr=lr) for lr in (1e-4, 1e-5)),
+    *(Setting("GRPO", lr=lr) for lr in (1e-4, 1e-5)),
 ]
 RIVALS = [
     _rival("GRPO + dynamic sampling", "", _FULL_GROUPS),
@@ -104,10 +98,10 @@ RIVALS = [
     *(_rival("80-20", f"{f:g}", _control("top_entropy", fraction=f)) for f in (0.2, 0.5)),
     *(_rival(f"STARE {rule}", "fixed", _stare(rule, "fixed")) for rule in ("o1", "c2")),
     *(_rival(f"STARE {rule}", "sign", _stare(rule, "sign", alpha=0.02)) for rule in ("o1", "c2")),
-    *(_rival("STARE c2", f"pi {f:g}", _stare("c2", "pi", f)) for f in (0.4, 0.6, 0.75)),
+    *(_rival("STARE o1", f"pi {f:g}", _stare("o1", "pi", f)) for f in (0.4, 0.6, 0.75)),
 ]
 STARTS = [
-    Setting("STARE c2", "pi half", _stare("c2", "pi", 0.5), steps=RIVAL_STEPS, lr=lr, noise=noise)
+    Setting("STARE o1", "pi half", _stare("o1", "pi", 0.5), steps=RIVAL_STEPS, lr=lr, noise=noise)
     for noise in (0.03, 0.1, 0.3)
     for lr in (3e-4, 1e-3)
 ]

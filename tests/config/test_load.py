@@ -131,7 +131,7 @@ def test_an_unknown_key_names_the_nearest(base, override, near):
 
 def test_an_unknown_key_far_from_all_lists_what_is_allowed(base):
     assert "the keys of stare are enabled, rule" in problems(base, "stare.zzzzzz=1")[0]
-    assert "the sections are objective, run, model" in problems(base, "qqqq.zzzz=1")[0]
+    assert "the sections are objective, run, resume, model" in problems(base, "qqqq.zzzz=1")[0]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.engine.packing import attention_length, plan_update
+from megatron_stare.errors import UserError
 
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 
@@ -64,7 +65,7 @@ def test_nothing_to_schedule_is_an_empty_microbatch_each():
 
 
 def test_a_sequence_above_the_budget_is_refused():
-    with pytest.raises(ValueError, match="sequence 1 has 9 tokens, above max_tokens_per_microbatch=8"):
+    with pytest.raises(UserError, match="max_tokens_per_microbatch=8: sequence 1 of the step has 9 tokens"):
         plan_update([3, 9], 1, 8)
 
 

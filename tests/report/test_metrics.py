@@ -7,6 +7,7 @@ import torch
 
 from megatron_stare.report import read_metrics
 from megatron_stare.report.metrics import MetricsFile, plain, values
+from tests.support.disk import no_file_beyond
 
 
 def steps(path):
@@ -45,6 +46,20 @@ def test_half_a_line_of_a_killed_process_is_skipped_and_removed(tmp_path, caplog
     file.append({"step": 1})
     file.close()
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+def test_steps_that_a_full_disk_refuses_are_written_once_there_is_room(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.append({"step": 0})
+    with no_file_beyond(path.stat().st_size + 5):
+        file.append({"step": 1})
+        file.append({"step": 2})
+        assert path.read_text() == '{"step": 0}\n'
+    assert "2 steps wait to be written" in caplog.text
+    file.append({"step": 3})
+    file.close()
+    assert steps(path) == [0, 1, 2, 3] == [row["step"] for row in file.rows]
 
 
 def test_a_missing_file_is_an_empty_record(tmp_path):

@@ -79,6 +79,8 @@ def test_any_version_is_taken_where_none_is_asked_for():
 def test_endpoints_travel_by_environment():
     endpoints = Endpoints(["http://a:1", "http://b:2"], "http://r:3", "secret")
     assert Endpoints.from_env(endpoints.to_env()) == endpoints
+    elsewhere = Endpoints(["http://a:1"], None, "secret", rendezvous="10.0.0.7")
+    assert Endpoints.from_env(elsewhere.to_env()) == elsewhere
     direct = Endpoints(["http://a:1"])
     assert Endpoints.from_env(direct.to_env()) == direct
     assert direct.sampling == ["http://a:1"]

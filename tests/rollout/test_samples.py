@@ -18,7 +18,7 @@ from megatron_stare.rollout import (
     PublishError,
     RolloutClient,
     RolloutError,
-    WeightVersionError,
+    StaleServersError,
     make_publisher,
 )
 from megatron_stare.tasks.sample import Group, Prompt
@@ -71,7 +71,7 @@ def worst_difference(groups: list[Group], model: Qwen3ForCausalLM, temperature: 
 def test_log_probs_are_transformers_at_the_sampling_temperature(
     sglang_fleet, client, models, tmp_path, monkeypatch, temperature, prompt_tokens
 ):
-    monkeypatch.setattr("megatron_stare.rollout.client.SHARED_PROMPT_TOKENS", 100)
+    monkeypatch.setattr("megatron_stare.rollout.request.SHARED_PROMPT_TOKENS", 100)
     publish(sglang_fleet, models[0], 10, tmp_path, "disk")
     prompts = [Prompt(i, [(3 * i + j) % 10 for j in range(prompt_tokens)], "", None) for i in range(3)]
     groups = client.generate(prompts, n=8, weight_version=10, temperature=temperature)
@@ -136,7 +136,7 @@ def test_a_failed_distributed_update_is_an_error_soon_and_the_next_one_works(
             with pytest.raises(PublishError):
                 publisher.publish(weights, 41)
             assert time.monotonic() - start < 20
-            with pytest.raises(WeightVersionError):
+            with pytest.raises(StaleServersError):
                 client.generate(PROMPTS[:1], n=1, weight_version=40)
         assert seen == list(models[1].state_dict())  # the trainer's other ranks wait for each of them
         publisher.publish(models[3].state_dict().items(), 42)
@@ -146,10 +146,13 @@ def test_a_failed_distributed_update_is_an_error_soon_and_the_next_one_works(
     assert worst_difference(groups, models[3]) < 1e-4
 
 
-def test_a_sample_from_another_version_is_an_error(sglang_fleet, client, models, tmp_path):
+def test_servers_with_other_weights_than_asked_for_end_the_call_soon(sglang_fleet, client, models, tmp_path):
     publish(sglang_fleet, models[0], 50, tmp_path, "disk")
-    with pytest.raises(WeightVersionError, match="by weights 50, not by version 51"):
+    start = time.monotonic()
+    with pytest.raises(StaleServersError, match="serves weights 51 .*serves weights 50.*publish") as caught:
         client.generate(PROMPTS, n=2, weight_version=51)
+    assert caught.value.groups == [None] * 4
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
@@ -218,14 +221,23 @@ def test_the_key_is_in_no_log_and_on_no_command_line(sglang_fleet):
     assert key not in repr(sglang_fleet.endpoints)
 
 
-def test_a_dead_server_is_a_clear_error(sglang_fleet):
+def test_servers_that_stay_away_are_a_clear_error(sglang_fleet):
     gone = Endpoints(["http://127.0.0.1:9"], api_key="x")
-    rollout = sglang_fleet.rollout.model_copy(update={"retries": 1})
+    rollout = sglang_fleet.rollout.model_copy(update={"outage_timeout": 1.0})
+    start = time.monotonic()
     with (
         RolloutClient(gone, rollout, VOCABULARY) as client,
-        pytest.raises(RolloutError, match="in 2 attempts, the last at http://127.0.0.1:9/generate"),
+        pytest.raises(RolloutError, match="no server answered for rollout.outage_timeout=1 s .*127.0.0.1:9"),
     ):
         client.generate(PROMPTS, n=1)
+    assert 1 <= time.monotonic() - start < 5
+
+
+def test_a_refused_request_ends_the_call_at_once(sglang_fleet, client):
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="/generate: 400 "):
+        client.generate(PROMPTS, n=1, temperature=-1.0)
+    assert time.monotonic() - start < 5
 
 
 def test_lost_requests_are_sent_to_another_server(sglang_fleet):

@@ -1,0 +1,259 @@
+"""Saves while training goes on: a forked process of each rank writes what memory held at the fork.
+
+All ranks call `save` and `poll` at the same points. Nothing here raises for a disk that fails: training goes
+on without that checkpoint, and the outcome says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
+
+from megatron_stare.engine import checkpoint, publication
+from megatron_stare.weights.save import copy_companions
+
+_SPARE_SHARE, _SPARE_BYTES = 0.05, 1 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save of `step` finished steps ended: published, or with a problem in a sentence."""
+
+    step: int
+    problem: str | None = None
+
+
+@dataclass
+class _Saving:
+    """A save under way."""
+
+    step: int
+    request: Any
+    process: multiprocessing.Process | None
+
+
+class Checkpoints:
+    """A run's checkpoints. Every method is collective over all ranks.
+
+    Args:
+        directory: made at the first save.
+        hf_dir: config.json and tokenizer from here lie beside the weights, so that a checkpoint can be
+            converted without anything else.
+        keep_last, keep_every: see `publication.prune`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        device: torch.device,
+        *,
+        hf_dir: str | Path,
+        keep_last: int,
+        keep_every: int = 0,
+    ) -> None:
+        self.directory, self._device = directory, device
+        self._hf_dir = Path(hf_dir)
+        self._keep = (keep_last, keep_every)
+        self._saving: _Saving | None = None
+
+    def save(self, step: int, models, optimizer, run_state: dict[str, Any], *, background: bool) -> None:
+        """Begin to write the checkpoint after `step` steps; `poll` tells the outcome.
+
+        On return models and optimizer may change. One save is under way at a time: call `poll(wait=True)`
+        first. Without `background` all is written on return, but not yet published.
+        """
+        if self._saving:
+            raise RuntimeError(f"the save of step {self._saving.step} is still under way")
+        aside = self._aside(step)
+        state = checkpoint.sharded_state(models, optimizer, is_loading=False)
+        size = self._total(_own_bytes(state))
+        problem = _agree(self._prepare(aside, run_state, size) if dist.get_rank() == 0 else None)
+        if problem:
+            self._saving = _Saving(step, problem, None)
+            return
+        request = checkpoint.request_save(state, aside, background=background)
+        if request.async_fn is None:  # nothing of the state is this rank's to write
+            self._saving = _Saving(step, request, None)
+            return
+        arguments = list(request.async_fn_args)
+        if request.preload_fn:
+            arguments[1] = request.preload_fn()
+        work = (request.async_fn, arguments, aside, dist.get_rank())
+        process = None
+        if background:
+            fork = multiprocessing.get_context("fork")
+            process = fork.Process(target=_write_apart, args=(os.getpid(), work))
+            process.start()
+        else:
+            _write(*work)
+        self._saving = _Saving(step, request, process)
+
+    def poll(self, *, wait: bool = False) -> Outcome | None:
+        """Publish the save that is under way once all ranks have written it; None until then."""
+        saving = self._saving
+        if saving is None:
+            return None
+        if wait and saving.process:
+            saving.process.join()
+        if self._total(int(saving.process is not None and saving.process.is_alive())):
+            return None
+        self._saving = None
+        if isinstance(saving.request, str):
+            return Outcome(saving.step, saving.request)
+        try:
+            for finalize in saving.request.finalize_fns:
+                finalize()
+            problem = None
+        except Exception as error:  # Megatron raises on all ranks when any has failed
+            problem = f"it could not be written: {_cause(error)}"
+        problem = _agree(self._publish(saving.step, problem) if dist.get_rank() == 0 else None)
+        return Outcome(saving.step, problem)
+
+    def _total(self, value: int) -> int:
+        """The sum of what all ranks give."""
+        box = torch.tensor([value], device=self._device)
+        dist.all_reduce(box)
+        return int(box)
+
+    def _aside(self, step: int) -> Path:
+        return self.directory / f"{publication.directory_name(step)}.tmp"
+
+    def _prepare(self, aside: Path, run_state: dict[str, Any], size: int) -> str | None:
+        """On rank 0: the directory and what lies in it beside Megatron's files. Returns a problem."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            publication.remove_unfinished(self.directory)
+            free, needed = shutil.disk_usage(self.directory).free, size * (1 + _SPARE_SHARE) + _SPARE_BYTES
+            if free < needed:
+                return (
+                    f"the disk is nearly full: {self.directory} has {_gigabytes(free)} left, "
+                    f"the checkpoint needs {_gigabytes(needed)}"
+                )
+            aside.mkdir()
+            copy_companions(self._hf_dir, aside, None)
+            publication.write_json(aside / publication.RUN_STATE, run_state)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            return f"it could not be written: {error}"
+        return None
+
+    def _publish(self, step: int, problem: str | None) -> str | None:
+        """On rank 0: give the checkpoint its name, and delete what it supersedes. Returns a problem."""
+        aside = self._aside(step)
+        try:
+            if problem is None:
+                publication.publish(aside, self.directory / publication.directory_name(step))
+                publication.prune(self.directory, *self._keep)
+        except OSError as error:
+            problem = f"it could not be published: {error}"
+        if problem:
+            shutil.rmtree(aside, ignore_errors=True)
+        return problem
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was verified."""
+
+    step: int
+    path: Path
+    run_state: dict[str, Any]
+
+
+def newest_good(
+    directory: Path, on_problem: Callable[[str], None], *, at_most: int | None = None, move: bool = True
+) -> tuple[Found | None, list[str]]:
+    """The newest checkpoint whose files are what was written, and what is wrong with newer ones; collective.
+
+    Each rank verifies its share of the files. Damaged ones are set aside where `move` says so, and
+    `on_problem` is told, on rank 0. `at_most`: pass over those after more steps.
+    """
+    problems = []
+    candidates = _agree(publication.published(directory) if dist.get_rank() == 0 else None)
+    for step, path in candidates:
+        if at_most is not None and step > at_most:
+            continue
+        mine = publication.find_damage(path, slice(dist.get_rank(), None, dist.get_world_size()))
+        damages: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(damages, mine)
+        damage = next(filter(None, damages), None)
+        if damage is None:
+            return Found(step, path, _agree(checkpoint.read_run_state(path))), problems
+        problems.append(f"{path.name} is not used: {damage}")
+        if dist.get_rank() == 0:
+            if move:
+                publication.set_aside(path)
+            on_problem(problems[-1])
+    return None, problems
+
+
+def _write_apart(parent: int, work: tuple) -> None:
+    """In a process of its own, which must not outlive the rank, nor must those that it forks."""
+    _die_with(parent)
+    me = os.getpid()
+    os.register_at_fork(after_in_child=lambda: _die_with(me))
+    # The rank's handlers are for the rank.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    _write(*work)
+
+
+def _write(write: Callable, arguments: list, directory: Path, rank: int) -> None:
+    """Megatron's writer, and then the sums of what it wrote, unless it failed."""
+    arguments = list(arguments)
+    results, arguments[2] = arguments[2], queue.SimpleQueue()
+    write(*arguments)
+    result = arguments[2].get()
+    if not isinstance(result, Exception):
+        try:
+            publication.write_sums(directory, rank, [name for _path, name, _data in arguments[1]])
+        except OSError as error:
+            result = error
+    results.put(result)
+
+
+def _die_with(parent: int) -> None:
+    if hasattr(ctypes.CDLL(None), "prctl"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _own_bytes(state: dict[str, Any]) -> int:
+    """Bytes of the tensors that this rank writes."""
+    size = 0
+    for value in nested_values(state):
+        data = getattr(value, "data", None)
+        if isinstance(value, ShardedBase) and is_main_replica(value.replica_id) and torch.is_tensor(data):
+            size += data.nbytes
+    return size
+
+
+def _agree(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, which Megatron wraps more than once."""
+    text = str(error)
+    return text.strip().splitlines()[-1][:300] if text.strip() else type(error).__name__
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,344 @@
+"""Servers and the router are killed and stopped under a client, a publisher and a fleet that go on.
+
+One fleet of two servers and a router serves all tests; each waits first until all of it is up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from megatron_stare.config.schema import RolloutSection
+from megatron_stare.errors import UserError
+from megatron_stare.rollout import (
+    FleetPlan,
+    Publisher,
+    PublishError,
+    RolloutClient,
+    RolloutError,
+    ServerFleet,
+    StaleServersError,
+    make_publisher,
+)
+from megatron_stare.rollout.threads import in_thread
+from megatron_stare.tasks.sample import Prompt
+
+pytestmark = pytest.mark.timeout(300)
+VOCABULARY = 16
+PROMPTS = [Prompt(index, [1 + index % 8, 5, 11], "", None) for index in range(48)]
+
+
+class Stand:
+    """A fleet with what a trainer has: client, publisher, weights, and a main thread that watches."""
+
+    def __init__(self, model: Path, run_dir: Path) -> None:
+        self.rollout = RolloutSection(
+            servers=2,
+            max_response_tokens=100,
+            context_length=128,
+            max_running_requests=64,
+            start_timeout=240.0,
+            request_timeout=120.0,
+            bucket_mb=1,
+            health_timeout=6.0,
+            outage_timeout=200.0,
+            server_restarts=6,
+        )
+        self.problems: list[tuple[str, str]] = []
+        self.logs = run_dir / "logs"
+        self.fleet = ServerFleet(
+            self.rollout, str(model), "float32", run_dir, 0,
+            on_problem=lambda name, message: self.problems.append((name, message)),
+        )  # fmt: skip
+        self.weights = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+        self.version = 100
+
+    def watch(self, until: Callable[[], Any], seconds: float = 240.0) -> None:
+        """Watch the fleet, as the supervisor does; that must never take long."""
+        deadline = time.monotonic() + seconds
+        while not until():
+            start = time.monotonic()
+            assert start < deadline, f"still waiting; {self.problems}"
+            self.fleet.watch()
+            assert time.monotonic() - start < 0.5
+            time.sleep(0.05)
+
+    def watched(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The result of a call that is made in another thread while the fleet is watched in this one."""
+        call = in_thread(function, *arguments, **options)
+        self.watch(call.done)
+        return call.result()
+
+    def all_up(self) -> bool:
+        urls = [*self.fleet.endpoints.servers, self.fleet.endpoints.router]
+        try:
+            answers = [self.fleet.endpoints.call(url, "/health", timeout=1.0)[0] for url in urls]
+        except OSError:
+            return False
+        return answers == [200] * 3 and all(member.is_up for member in self.fleet._members)
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        pid = self.fleet.pids[name]
+        os.kill(pid, number)
+        return pid
+
+    def killing(self, name: str, at: int) -> Callable[[int, int], None]:
+        """For on_progress: kill `name` when `at` groups are done."""
+        return lambda done, total: self.kill(name) and None if done == at else None
+
+    def publish(self) -> list[str]:
+        """Publish the weights as a new version."""
+        self.version += 1
+        return self.publisher.publish(self.weights.items(), self.version)
+
+
+@pytest.fixture(scope="module")
+def started(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    stand = Stand(tiny_model_dir, tmp_path_factory.mktemp("faults"))
+    try:
+        stand.fleet.start()
+        stand.publisher = make_publisher(stand.rollout, stand.fleet.endpoints, "gloo", stand.logs)
+        yield stand
+        stand.publisher.close()
+    finally:
+        started = [psutil.Process(pid) for pid in stand.fleet.pids.values()]
+        members = [*started, *(child for process in started for child in process.children(recursive=True))]
+        stand.fleet.stop()
+        _, left = psutil.wait_procs(members, timeout=0.5)
+        assert not left, f"left running: {left}"
+
+
+@pytest.fixture
+def stand(started: Stand) -> Iterator[Stand]:
+    """All up, and all with the same new weights."""
+    started.watch(started.all_up)
+    started.problems.clear()
+    assert started.publish() == []
+    assert started.publisher.outdated(started.version) == []
+    with RolloutClient(started.fleet.endpoints, started.rollout, VOCABULARY) as client:
+        started.client = client
+        yield started
+
+
+def whole(groups: list[Any], version: int, n: int = 4) -> bool:
+    """Whether each prompt has its n responses, all of them by these weights."""
+    return [group.prompt for group in groups] == PROMPTS and all(
+        len(group.responses) == n and {r.weight_version for r in group.responses} == {version}
+        for group in groups
+    )
+
+
+def test_a_server_that_dies_while_it_samples_loses_nothing_and_comes_back(stand):
+    dead = stand.fleet.endpoints.servers[1]
+    key_before = stand.fleet.endpoints
+    groups = stand.watched(
+        stand.client.generate, PROMPTS, 4,
+        weight_version=stand.version, on_progress=stand.killing("server-1", at=3),
+    )  # fmt: skip
+    assert whole(groups, stand.version)
+    ((name, message),) = stand.problems
+    assert name == "server-1"
+    assert "was ended by SIGKILL; starting it again (" in message
+    assert message in (stand.logs / "server-1.log").read_text()
+
+    stand.watch(stand.all_up)
+    assert stand.fleet.endpoints == key_before
+    assert stand.publisher.outdated(stand.version) == [dead]
+    # Up, but with the weights it was started with: the other one gets all samples.
+    assert whole(stand.client.generate(PROMPTS, 4, weight_version=stand.version), stand.version)
+    assert stand.publish() == []
+    assert stand.publisher.outdated(stand.version) == []
+    assert whole(stand.client.generate(PROMPTS, 4, weight_version=stand.version), stand.version)
+    _, info = stand.fleet.endpoints.call(dead, "/model_info", timeout=5)
+    assert info["weight_version"] == str(stand.version)
+
+
+def test_deaths_in_a_publish_and_of_all_servers_end_in_new_weights_and_samples(stand):
+    first, second = stand.fleet.endpoints.servers
+    seen = []
+
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stand.weights.items():
+            if len(seen) == 12:
+                stand.kill("server-0")
+            seen.append(name)
+            yield name, tensor
+
+    start = time.monotonic()
+    with pytest.raises(PublishError):
+        stand.publisher.publish(dying(), stand.version + 1)
+    assert seen == list(stand.weights)  # the trainer's other ranks wait for each of them
+    assert stand.publish() == [first]
+    assert time.monotonic() - start < 15
+    assert whole(stand.client.generate(PROMPTS, 4, weight_version=stand.version), stand.version)
+
+    with pytest.raises(StaleServersError, match="publish the weights again") as caught:
+        stand.watched(
+            stand.client.generate, PROMPTS, 4,
+            weight_version=stand.version, on_progress=stand.killing("server-1", at=5),
+        )  # fmt: skip
+    done = [group for group in caught.value.groups if group is not None]
+    assert len(done) >= 5
+    missing = [index for index, group in enumerate(caught.value.groups) if group is None]
+    stand.watched(stand.publisher.publish, stand.weights.items(), stand.version)
+    again = stand.watched(
+        stand.client.generate, [PROMPTS[index] for index in missing], 4, weight_version=stand.version
+    )
+    groups = list(caught.value.groups)
+    for index, group in zip(missing, again, strict=True):
+        groups[index] = group
+    assert whole(groups, stand.version)
+
+
+def test_a_server_that_hangs_is_done_without_and_then_restarted(stand):
+    hung = stand.fleet.endpoints.servers[0]
+    # Nobody watches the fleet yet: as with a machine that is lost, only the client's own check helps.
+    rollout = stand.rollout.model_copy(update={"health_timeout": 1.0})
+    pid = stand.fleet.pids["server-0"]
+
+    def stop(done: int, _total: int) -> None:
+        if done == 3:
+            stand.kill("server-0", signal.SIGSTOP)
+
+    with RolloutClient(stand.fleet.endpoints, rollout, VOCABULARY) as client:
+        start = time.monotonic()
+        groups = client.generate(PROMPTS, 4, weight_version=stand.version, on_progress=stop)
+        assert whole(groups, stand.version)
+        assert time.monotonic() - start < 30
+    start = time.monotonic()
+    assert stand.publish() == [hung]
+    assert time.monotonic() - start < 10
+
+    stand.watch(lambda: stand.fleet.pids["server-0"] != pid)
+    assert not psutil.pid_exists(pid)
+    assert "was not healthy for rollout.health_timeout=6 s" in stand.problems[0][1]
+
+
+def test_without_the_router_samples_go_to_the_servers_until_it_is_back(stand):
+    pid = stand.fleet.pids["router"]
+    groups = stand.watched(
+        stand.client.generate, PROMPTS, 4,
+        weight_version=stand.version, on_progress=stand.killing("router", at=3),
+    )  # fmt: skip
+    assert whole(groups, stand.version)
+    stand.watch(stand.all_up)
+    assert stand.fleet.pids["router"] != pid
+    assert [name for name, _ in stand.problems] == ["router"]
+    assert whole(stand.client.generate(PROMPTS, 4, weight_version=stand.version), stand.version)
+
+
+def test_a_server_whose_worker_dies_is_restarted(stand):
+    pid = stand.fleet.pids["server-1"]
+    worker = next(p for p in psutil.Process(pid).children() if p.name() == "sglang::scheduler")
+    worker.kill()
+    stand.watch(lambda: stand.fleet.pids["server-1"] != pid, seconds=30)
+    assert len(stand.problems) == 1
+
+
+@pytest.fixture
+def plan_around(sglang_fleet: SimpleNamespace) -> Callable[..., FleetPlan]:
+    """A plan of a head node with a router of its own; the session's server is another node's."""
+    from megatron_stare.rollout.ports import PortLease
+
+    lease = PortLease()
+    port = lease.take("127.0.0.1")
+    lease.release()
+
+    def plan(**changes: Any) -> FleetPlan:
+        values = {
+            "urls": tuple(sglang_fleet.endpoints.servers),
+            "mine": range(0),
+            "router": f"http://127.0.0.1:{port}",
+            "starts_router": True,
+            "api_key": sglang_fleet.endpoints.api_key,
+            "bind": "127.0.0.1",
+        }
+        return FleetPlan(**(values | changes))
+
+    return plan
+
+
+def test_a_planned_head_node_waits_for_other_nodes_servers_and_gives_up_after_restarts(
+    sglang_fleet, plan_around, tmp_path
+):
+    problems: list[str] = []
+    rollout = sglang_fleet.rollout.model_copy(update={"server_restarts": 1, "host": "192.0.2.1"})
+    plan = plan_around()
+    fleet = ServerFleet(
+        rollout, "unused", "float32", tmp_path, 0,
+        plan=plan, on_problem=lambda name, message: problems.append(message),
+    )  # fmt: skip
+    try:
+        endpoints = fleet.start()
+        assert (endpoints.servers, endpoints.router) == (list(plan.urls), plan.router)
+        assert (endpoints.api_key, endpoints.rendezvous) == (plan.api_key, plan.bind)
+        assert list(fleet.pids) == ["router"]
+        with RolloutClient(endpoints, rollout, VOCABULARY) as client:
+            assert len(client.generate(PROMPTS, 2)) == len(PROMPTS)
+        os.kill(fleet.pids["router"], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not (problems and fleet._members[0].is_up):
+            assert time.monotonic() < deadline
+            fleet.watch()
+            time.sleep(0.05)
+        os.kill(fleet.pids["router"], signal.SIGKILL)
+        message = (
+            r"router was ended by SIGKILL, after rollout.server_restarts=1 restarts; .*router.log:\n  \|"
+        )
+        with pytest.raises(RolloutError, match=message):
+            while time.monotonic() < deadline:
+                fleet.watch()
+                time.sleep(0.05)
+        assert problems == ["was ended by SIGKILL; starting it again (1 of at most 1 times)"]
+    finally:
+        fleet.stop()
+
+
+def test_other_nodes_start_only_what_is_theirs(sglang_fleet, plan_around, tmp_path):
+    plan = plan_around(starts_router=False)
+    fleet = ServerFleet(sglang_fleet.rollout, "unused", "float32", tmp_path, 0, plan=plan)
+    assert fleet.start().router == plan.router
+    assert fleet.pids == {}
+    fleet.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mine": range(1)}, r"http://127.0.0.1:\d+ of the launch plan: port \d+ on 127.0.0.1 is in use"),
+        ({"bind": "192.0.2.1"}, r"launch plan: port \d+ on 192.0.2.1 cannot be used"),
+        ({"urls": ("http://127.0.0.1:1", "http://127.0.0.1:2")}, "servers=1, but the launch plan names 2"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_anything_starts(
+    sglang_fleet, plan_around, tiny_model_dir, tmp_path, changes, message
+):
+    fleet = ServerFleet(
+        sglang_fleet.rollout, str(tiny_model_dir), "float32", tmp_path / "run", 0, plan=plan_around(**changes)
+    )
+    with pytest.raises(UserError, match=message):
+        fleet.start()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_publish_without_any_server_gives_up_after_the_outage(sglang_fleet, tmp_path):
+    rollout = sglang_fleet.rollout.model_copy(update={"outage_timeout": 1.0})
+    gone = type(sglang_fleet.endpoints)(["http://127.0.0.1:9"])
+    publisher: Publisher = make_publisher(rollout, gone, "gloo", tmp_path)
+    weights = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    with pytest.raises(PublishError, match="no server answered for rollout.outage_timeout=1 s"):
+        publisher.publish(weights, 1)
+    assert list(weights) == []
+    assert publisher.outdated(1) == []
+    publisher.close()
