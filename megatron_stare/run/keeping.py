@@ -45,7 +45,7 @@ class Keeping:
     def save(self, state: RunState, *, wait: bool) -> str | None:
         """Write a checkpoint of `state`, which the engine must be in, unless it is there already.
 
-        With `wait` it is published on return, or the problem is returned; else that happens in a later `poll`.
+        With `wait` it is published on return, or the problem is returned; else a later `poll` does so.
         """
         self.poll(wait=True)
         if state.steps == self._saved:

@@ -32,6 +32,7 @@ _EXIT_CODES = {
 }
 _POLL_SECONDS = 0.2
 _DUMP_SECONDS = 2.0  # for ranks to write their stacks
+_LEAVE_SECONDS = 15.0  # for ranks that have recorded the outcome to be gone
 _HEAD_SECONDS = 600.0
 
 
@@ -94,6 +95,7 @@ class _Node:
         self.watchdog = Watchdog(config.run, files.progress)
         self.restarts = Restarts(config.run.restarts, files.progress)
         self.endpoints: Endpoints | None = None
+        self._over_since = 0.0
 
     def run(self) -> int:
         """To the end of the run, of this node's part in it, or to a signal."""
@@ -153,9 +155,7 @@ class _Node:
             if asked and time.monotonic() - self.stop.since > self.config.run.grace_seconds:
                 return "failed", self._fail(f"not saved within {self.config.run.grace_seconds:g} s")
             self._tend()
-            # What would end the same way again: torchrun is not to start the ranks anew.
-            hopeless = self._recorded().get("outcome") in ("refused", "stopped")
-            if self.ranks.exit_reason() is None and not hopeless:
+            if self.ranks.exit_reason() is None and not self._is_over():
                 time.sleep(_POLL_SECONDS)
                 continue
             state, message = self._outcome()
@@ -202,6 +202,15 @@ class _Node:
             log = named if named.exists() else self.ranks.log
             self._fail(f"{message}\nerror: the whole story is in {log}")
         return outcome, message
+
+    def _is_over(self) -> bool:
+        """Whether the run has ended, though torchrun has not."""
+        found = self._recorded().get("outcome")
+        if found in ("refused", "stopped"):  # and would end so again: the ranks are not to start anew
+            return True
+        # All is written; but torchrun, after a restart, now and then waits for ranks that are gone.
+        self._over_since = self._over_since or time.monotonic() if found in ("done", "preempted") else 0.0
+        return bool(self._over_since) and time.monotonic() - self._over_since > _LEAVE_SECONDS
 
     def _recorded(self) -> dict[str, Any]:
         """What a rank has left of how it ended; empty while none has."""

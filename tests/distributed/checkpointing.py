@@ -9,6 +9,7 @@ import torch
 from benchmarks.parity_ranks import fixed_sequences, make_engine
 from megatron_stare.engine import checkpoint
 from megatron_stare.engine.parallel import leave_model_parallel
+from megatron_stare.engine.saving import newest_good
 from megatron_stare.run import policy
 
 
@@ -29,6 +30,14 @@ def update(engine, seed: int) -> dict[str, float]:
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, "entropy": signals.mean_entropy}
 
 
+def save(engine, directory: str | Path, steps: int, state: dict) -> Path:
+    """A published checkpoint; its path."""
+    kept = engine.checkpoints(Path(directory), keep_last=1)
+    engine.save(kept, steps, state, background=False)
+    assert kept.poll(wait=True).problem is None
+    return Path(directory) / f"step_{steps:07d}"
+
+
 def log_probs(engine) -> list[float]:
     """Of fixed sequences, the same on every replica."""
     sequences = fixed_sequences(6, engine.hf.vocab_size)
@@ -39,13 +48,13 @@ def log_probs(engine) -> list[float]:
 def reshard(model: str, other: str, directory: str, saved: dict, loaded: dict[str, dict]) -> dict[str, list]:
     """Log-probs of `model` in the layout it is saved in, and in each layout that loads it over `other`."""
     engine = make_engine(model, **saved)
-    engine.save(Path(directory), 1, {"steps": 1}, keep_last=1)
+    path = save(engine, directory, 1, {"steps": 1})
     found = {"saved": log_probs(engine)}
     leave_model_parallel()
     for name, changes in loaded.items():
         engine = make_engine(other, **changes)
         before = log_probs(engine)
-        checkpoint.load_weights(Path(directory) / "step_0000001", engine.models)
+        checkpoint.load_weights(path, engine.models)
         found[name] = log_probs(engine)
         assert found[name] != before
         leave_model_parallel()
@@ -53,15 +62,17 @@ def reshard(model: str, other: str, directory: str, saved: dict, loaded: dict[st
 
 
 def save_and_go_on(model: str, directory: str, layouts: dict[str, dict]) -> dict[str, list]:
-    """Two updates, a save, and two more, for each layout; what the last two were."""
+    """Two updates, a save, and two more while it is written, for each layout; what the last two were."""
     records = {}
     for name, changes in layouts.items():
         engine = make_engine(model, **changes)
         for seed in (0, 1):
             update(engine, seed)
-        engine.save(Path(directory) / name, 2, {"steps": 2, "note": name}, keep_last=1)
-        assert (Path(directory) / name / "step_0000002" / "config.json").is_file()
+        kept = engine.checkpoints(Path(directory) / name, keep_last=1)
+        engine.save(kept, 2, {"steps": 2, "note": name}, background=True)
         records[name] = [update(engine, seed) for seed in (2, 3)]
+        assert kept.poll(wait=True).problem is None
+        assert (Path(directory) / name / "step_0000002" / "config.json").is_file()
         leave_model_parallel()
     return records
 
@@ -72,9 +83,9 @@ def load_and_go_on(model: str, directory: str, layouts: dict[str, dict]) -> dict
     for key, changes in layouts.items():
         name = key.split(">")[0]
         engine = make_engine(model, **changes)
-        found = checkpoint.find_latest(Path(directory) / name)
-        assert (found[0], checkpoint.read_run_state(found[1])) == (2, {"steps": 2, "note": name})
-        engine.load(found[1])
+        found, problems = newest_good(Path(directory) / name, print)
+        assert (found.step, found.run_state, problems) == (2, {"steps": 2, "note": name}, [])
+        engine.load(found.path)
         records[key] = [update(engine, seed) for seed in (2, 3)]
         leave_model_parallel()
     return records

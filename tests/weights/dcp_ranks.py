@@ -17,7 +17,7 @@ from megatron_stare.engine.model import build_models, transformer_config
 from megatron_stare.engine.parallel import initialize, leave_model_parallel
 from megatron_stare.weights import global_parameters, load_hf_weights, read_hf_config
 from megatron_stare.weights.save import save_hf
-from tests.distributed.checkpointing import update
+from tests.distributed.checkpointing import save, update
 
 
 def save_and_load(
@@ -38,7 +38,7 @@ def save_training(checkpoints: dict[str, str], directory: str) -> None:
         engine = make_engine(path, **layout, **{"model.dtype": dtype})
         update(engine, seed=0)
         save_hf(Path(directory) / name / "exported", engine.exporter, path)
-        engine.save(Path(directory) / name / "run" / "checkpoints", 7, {"steps": 7}, keep_last=1)
+        save(engine, Path(directory) / name / "run" / "checkpoints", 7, {"steps": 7})
         leave_model_parallel()
 
 
