@@ -64,6 +64,7 @@ def _write_config(root: Path, steps: int) -> Path:
         "extends": str(CONFIGS / "stare.yaml"),
         "run": {"name": "chaos", "steps": steps, "hang_seconds": 120.0, "restarts": 10},
         "model": {"path": str(model)},
+        "task": {"reward": "benchmarks.chaos_kills:reward"},
         "parallel": {"tp": 1, "world_size": 2},
         "batch": {"prompts_per_step": 4, "responses_per_prompt": 8},
         "optimizer": {"schedule": "constant"},

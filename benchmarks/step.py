@@ -84,10 +84,12 @@ def compare_stare(model: Path, scratch: Path, repeats: int) -> dict[str, float]:
     from megatron_stare.engine.parallel import initialize
     from megatron_stare.run.files import RunFiles
     from megatron_stare.run.session import Session
+    from megatron_stare.run.state import RunState
 
     configs = {name: _config(model, name == "on") for name in ("on", "off")}
     engine = Engine(configs["on"], current(), initialize(current(), tp=1, pp=1))
-    parts = {"source": None, "publisher": None, "reporter": None}
+    roles = ("source", "publisher", "reporter", "keeping", "pulse")
+    parts = dict.fromkeys(roles) | {"state": RunState(), "bound": {}}
     sessions = {name: Session(config, engine, RunFiles(scratch), **parts) for name, config in configs.items()}
     groups = _groups()
     times: dict[str, list[float]] = {name: [] for name in sessions}
@@ -167,11 +169,15 @@ def _run_ours(model: Path, directory: Path) -> float:
     from megatron_stare.report import read_metrics
 
     config = Path(__file__).parents[1] / "configs" / "quickstart" / "stare.yaml"
+    cores = len(os.sched_getaffinity(0))
     values = {
         "run.dir": directory,
         "run.steps": STEPS,
         "model.path": model,
+        # As many processes as TRL has threads, for sampling and for training.
+        "rollout.servers": cores,
         "parallel.tp": 1,
+        "parallel.world_size": cores,
         "batch.prompts_per_step": PROMPTS,
         "batch.responses_per_prompt": RESPONSES,
         "rollout.max_response_tokens": RESPONSE_TOKENS,

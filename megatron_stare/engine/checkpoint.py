@@ -15,9 +15,9 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_stare.engine.publication import RUN_STATE
 from megatron_stare.errors import UserError
 from megatron_stare.weights.mapping import unwrap
+from megatron_stare.weights.publication import RUN_STATE
 
 
 def request_save(state: dict[str, Any], directory: Path, *, background: bool):

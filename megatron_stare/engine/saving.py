@@ -22,7 +22,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
 
-from megatron_stare.engine import checkpoint, publication
+from megatron_stare.engine import checkpoint
+from megatron_stare.weights import publication
 from megatron_stare.weights.save import copy_companions
 
 _SPARE_SHARE, _SPARE_BYTES = 0.05, 1 << 20
@@ -42,8 +43,9 @@ class _Saving:
     """A save under way."""
 
     step: int
-    request: Any
-    process: multiprocessing.Process | None
+    run_state: dict[str, Any]
+    request: Any  # Megatron's; or what is in its way, in a sentence
+    process: multiprocessing.Process | None = None
 
 
 class Checkpoints:
@@ -81,13 +83,13 @@ class Checkpoints:
         aside = self._aside(step)
         state = checkpoint.sharded_state(models, optimizer, is_loading=False)
         size = self._total(_own_bytes(state))
-        problem = _agree(self._prepare(aside, run_state, size) if dist.get_rank() == 0 else None)
+        problem = _agree(self._prepare(aside, size) if dist.get_rank() == 0 else None)
         if problem:
-            self._saving = _Saving(step, problem, None)
+            self._saving = _Saving(step, run_state, problem)
             return
         request = checkpoint.request_save(state, aside, background=background)
         if request.async_fn is None:  # nothing of the state is this rank's to write
-            self._saving = _Saving(step, request, None)
+            self._saving = _Saving(step, run_state, request)
             return
         arguments = list(request.async_fn_args)
         if request.preload_fn:
@@ -100,7 +102,7 @@ class Checkpoints:
             process.start()
         else:
             _write(*work)
-        self._saving = _Saving(step, request, process)
+        self._saving = _Saving(step, run_state, request, process)
 
     def poll(self, *, wait: bool = False) -> Outcome | None:
         """Publish the save that is under way once all ranks have written it; None until then."""
@@ -120,7 +122,7 @@ class Checkpoints:
             problem = None
         except Exception as error:  # Megatron raises on all ranks when any has failed
             problem = f"it could not be written: {_cause(error)}"
-        problem = _agree(self._publish(saving.step, problem) if dist.get_rank() == 0 else None)
+        problem = _agree(self._publish(saving, problem) if dist.get_rank() == 0 else None)
         return Outcome(saving.step, problem)
 
     def _total(self, value: int) -> int:
@@ -132,8 +134,8 @@ class Checkpoints:
     def _aside(self, step: int) -> Path:
         return self.directory / f"{publication.directory_name(step)}.tmp"
 
-    def _prepare(self, aside: Path, run_state: dict[str, Any], size: int) -> str | None:
-        """On rank 0: the directory and what lies in it beside Megatron's files. Returns a problem."""
+    def _prepare(self, aside: Path, size: int) -> str | None:
+        """On rank 0: an empty directory with room for `size` bytes. Returns a problem."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             publication.remove_unfinished(self.directory)
@@ -144,19 +146,18 @@ class Checkpoints:
                     f"the checkpoint needs {_gigabytes(needed)}"
                 )
             aside.mkdir()
-            copy_companions(self._hf_dir, aside, None)
-            publication.write_json(aside / publication.RUN_STATE, run_state)
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
             return f"it could not be written: {error}"
         return None
 
-    def _publish(self, step: int, problem: str | None) -> str | None:
+    def _publish(self, saving: _Saving, problem: str | None) -> str | None:
         """On rank 0: give the checkpoint its name, and delete what it supersedes. Returns a problem."""
-        aside = self._aside(step)
+        aside = self._aside(saving.step)
         try:
             if problem is None:
-                publication.publish(aside, self.directory / publication.directory_name(step))
+                copy_companions(self._hf_dir, aside, None)
+                publication.write_json(aside / publication.RUN_STATE, saving.run_state)
+                publication.publish(aside, self.directory / publication.directory_name(saving.step))
                 publication.prune(self.directory, *self._keep)
         except OSError as error:
             problem = f"it could not be published: {error}"

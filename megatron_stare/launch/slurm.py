@@ -13,6 +13,7 @@ from megatron_stare.launch.scripts import CONFIG_FILE, render
 SCRIPT = "job.sbatch"
 # A supervisor that is killed (out of memory) is started again so often; a run that saved, without limit.
 _RESTARTS = 10
+_STRAGGLER_SECONDS = 600
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 
 
@@ -54,6 +55,8 @@ def files(launch: Launch, options: dict[str, str | None]) -> dict[str, str]:
         "--cpu-bind=none",
         # A node that ends early must not take the others with it: they may be saving.
         "--kill-on-bad-exit=0",
+        # But all end soon after the first, unless something has gone wrong: then the job starts again.
+        f"--wait={launch.grace + _STRAGGLER_SECONDS}",
         "--open-mode=append",
         f"--output={logs}/slurm-%j-node-%n.log",
     ]

@@ -43,6 +43,8 @@ def server_arguments(
         "skip_server_warmup": True,
         "log_level_http": "warning",
     }
+    if rollout.seeded:
+        arguments["enable_deterministic_inference"] = True
     arguments |= _cpu_arguments(rollout) if device == "cpu" else _gpu_arguments(rollout, index, first_gpu)
     for name, value in rollout.server_args.items():
         name = name.lstrip("-").replace("-", "_")
@@ -54,7 +56,15 @@ def server_arguments(
 
 def _cpu_arguments(rollout: RolloutSection) -> dict[str, Any]:
     wanted = min(rollout.max_running_requests * rollout.context_length, CPU_CACHE_TOKENS)
+    # Where others' cached prefixes, or room in a batch, decide how a prompt is cut, its last bits vary.
+    whole_prompts = {
+        "disable_radix_cache": True,
+        "chunked_prefill_size": -1,
+        # Its default supposes chunks, and goes below 0 without. The cache is no larger for it.
+        "mem_fraction_static": 0.8,
+    }
     return {
+        **(whole_prompts if rollout.seeded else {}),
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
@@ -115,6 +125,11 @@ def server_environment(rollout: RolloutSection, device: str) -> dict[str, str]:
         # /health would generate a token each time, and fail while generation is paused for an update.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
+    if rollout.seeded:
+        # A server that admits more than its cache holds gives some up in the midst and reads them anew, in
+        # another way. So room for the longest response is kept for each.
+        values["SGLANG_INIT_NEW_TOKEN_RATIO"] = values["SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR"] = "1"
+        values["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(rollout.max_response_tokens)
     if device == "cpu":
         values["OMP_NUM_THREADS"] = str(rollout.threads)
         # glibc gives large buffers back at once and asks for them anew, and the system clears each page

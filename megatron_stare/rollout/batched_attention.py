@@ -29,6 +29,7 @@ def extend(
     *,
     scaling: float | None = None,
     enable_gqa: bool = False,
+    exact: bool = False,
 ) -> None:
     """Attention of each sequence's new tokens to itself. Writes `output_THD`.
 
@@ -38,10 +39,11 @@ def extend(
         slots_SC: row s holds the cache slots of sequence s, in order; valid up to its length.
         seq_lens: [S], tokens of each sequence, the new ones included; all at least 1.
         prefix_lens: [S], tokens that were there before.
+        exact: the result for a sequence is the same to the bit whatever sequences are beside it.
     """
     q_lens = seq_lens - prefix_lens
     starts = q_lens.cumsum(0) - q_lens
-    for group_S in _groups(seq_lens, q_lens):
+    for group_S in _groups(seq_lens, q_lens, exact):
         positions_Q = torch.arange(int(q_lens[group_S].max()))
         real_SQ = positions_Q[None, :] < q_lens[group_S, None]
         # A padded query repeats the sequence's first, so that no row of the mask is empty.
@@ -65,9 +67,10 @@ def decode(
     *,
     scaling: float | None = None,
     enable_gqa: bool = False,
+    exact: bool = False,
 ) -> None:
     """As extend(), for one new token a sequence."""
-    for group_S in _groups(seq_lens, torch.ones_like(seq_lens)):
+    for group_S in _groups(seq_lens, torch.ones_like(seq_lens), exact):
         lens = seq_lens[group_S]
         result_SQHD = _attend(
             query_SHD[group_S, None], k_cache, v_cache, slots_SC[group_S], lens, lens[:, None] - 1,
@@ -105,15 +108,22 @@ def _attend(
     return result_SHQD.transpose(1, 2)
 
 
-def _groups(seq_lens: torch.Tensor, q_lens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of the sequences, shortest first, in groups within MAX_PADDED_KEYS and MAX_MASK."""
-    order = torch.argsort(seq_lens)
+def _groups(seq_lens: torch.Tensor, q_lens: torch.Tensor, exact: bool) -> Iterator[torch.Tensor]:
+    """Indices of the sequences, shortest first, in groups within MAX_PADDED_KEYS and MAX_MASK.
+
+    With `exact` all sequences of a group have equal lengths: nothing is padded, and the kernel, which takes
+    them one by one, does for each what it would do for it alone.
+    """
+    # Among sequences of equal length those with equally many queries follow each other.
+    order = torch.argsort(seq_lens * (int(q_lens.max()) + 1) + q_lens)
     lens, queries = seq_lens[order].tolist(), q_lens[order].tolist()
     begin, widest = 0, 0
     for end, (length, query) in enumerate(zip(lens, queries, strict=True)):
         padded = (end - begin + 1) * length
         widest = max(widest, query)
-        if end > begin and (padded > MAX_PADDED_KEYS or padded * widest > MAX_MASK):
+        too_large = padded > MAX_PADDED_KEYS or padded * widest > MAX_MASK
+        other = exact and (length, query) != (lens[begin], queries[begin])
+        if end > begin and (too_large or other):
             yield order[begin:end]
             begin, widest = end, query
     yield order[begin:]

@@ -18,7 +18,12 @@ from megatron_stare.rollout import batched_attention
 
 
 class BatchedTorchNativeBackend(TorchNativeAttnBackend):
-    """`torch_native` with one SDPA call a group of sequences instead of one a sequence."""
+    """`torch_native` with one SDPA call a group of sequences instead of one a sequence.
+
+    `exact` groups sequences of equal lengths only, so that a result does not depend on the rest of the batch.
+    """
+
+    exact = False
 
     def _run_sdpa_forward_extend(
         self,
@@ -38,7 +43,8 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
         **options: Any,
     ) -> torch.Tensor:
         plain = causal and encoder_lens is None and options.get("sliding_window_size") is None
-        if not plain or seq_lens.shape[0] == 1:  # one sequence: SDPA's own causal path needs no mask
+        # One sequence: SDPA's own causal path needs no mask, but it differs in the last bits.
+        if not plain or (seq_lens.shape[0] == 1 and not self.exact):
             return super()._run_sdpa_forward_extend(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
                 extend_seq_lens, encoder_lens,
@@ -47,7 +53,7 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
         slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
         batched_attention.extend(
             query, output, k_cache, v_cache, slots, seq_lens, extend_prefix_lens,
-            scaling=scaling, enable_gqa=enable_gqa,
+            scaling=scaling, enable_gqa=enable_gqa, exact=self.exact,
         )  # fmt: skip
         return output
 
@@ -73,11 +79,13 @@ class BatchedTorchNativeBackend(TorchNativeAttnBackend):
             )  # fmt: skip
         slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
         batched_attention.decode(
-            query, output, k_cache, v_cache, slots, seq_lens, scaling=scaling, enable_gqa=enable_gqa
-        )
+            query, output, k_cache, v_cache, slots, seq_lens,
+            scaling=scaling, enable_gqa=enable_gqa, exact=self.exact,
+        )  # fmt: skip
         return output
 
 
-def register() -> None:
+def register(*, exact: bool) -> None:
     """Make `--attention-backend torch_native` mean this class. SGLang allows few names on a CPU."""
+    BatchedTorchNativeBackend.exact = exact
     attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedTorchNativeBackend

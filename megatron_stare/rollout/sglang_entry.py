@@ -39,7 +39,7 @@ def prepare(arguments: list[str]) -> None:
         if "torch_native" in arguments:
             from megatron_stare.rollout import cpu_attention
 
-            cpu_attention.register()
+            cpu_attention.register(exact="--enable-deterministic-inference" in arguments)
         standins.skip_garbage_collection()
         if "--enable-deterministic-inference" in arguments:
             standins.allow_seeded_sampling()

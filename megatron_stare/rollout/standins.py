@@ -121,16 +121,18 @@ def allow_seeded_sampling() -> None:
     """Let `--enable-deterministic-inference` (per-request seeds) start on a CPU.
 
     SGLang accepts it only with attention backends that exist on GPUs and then
-    replaces matrix products by batch-invariant triton kernels. Torch's own CPU
-    kernels serve here instead, so a seed reproduces a response although the
-    log-probs of different batch sizes may differ in the last bits.
+    replaces matrix products by batch-invariant triton kernels; here they are
+    replaced by those of `batch_invariant.py`, and attention by the exact one of
+    `cpu_attention.py`.
     """
     choices = importlib.import_module("sglang.srt.arg_groups.choices")
     if "torch_native" not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
     package = importlib.import_module("sglang.srt.batch_invariant_ops")
     kernels = importlib.import_module("sglang.srt.batch_invariant_ops.batch_invariant_ops")
-    package.enable_batch_invariant_mode = kernels.enable_batch_invariant_mode = lambda *a, **k: None
+    from megatron_stare.rollout.batch_invariant import enable
+
+    package.enable_batch_invariant_mode = kernels.enable_batch_invariant_mode = enable
 
 
 def skip_garbage_collection() -> None:

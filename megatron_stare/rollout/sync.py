@@ -31,6 +31,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 CONTROL_TIMEOUT = 120.0  # seconds for calls that move no weights; a pause waits for running requests to end
 _PROBE_SECONDS = 5.0
 _RELEASE_SECONDS = 5.0
+_FLUSH_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
 
@@ -101,6 +102,10 @@ class Publisher(abc.ABC):
     def _pause(self) -> None:
         """End what the servers generate now, and let nothing new begin."""
         self._each("/pause_generation", {"mode": "abort"})
+
+    def _flush(self) -> None:
+        """Drop what was cached with the old weights. Paused, a server may yet be busy with its last batch."""
+        self._each(f"/flush_cache?timeout={_FLUSH_SECONDS:g}", {})
 
     def _set_version(self, version: str) -> None:
         self._each("/update_weight_version", {"new_version": version, "abort_all_requests": False})

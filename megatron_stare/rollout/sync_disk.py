@@ -36,6 +36,7 @@ class DiskPublisher(Publisher):
         directory = self._scratch / f"weights-{version}"
         self._write(named_tensors, directory)
         self._pause()
+        self._flush()
         self._set_version(f"incomplete-{version}")  # a server that fails on the way holds a mixture
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
         self._each("/update_weights_from_disk", body, timeout=self._rollout.request_timeout)

@@ -76,7 +76,7 @@ class DistributedPublisher(Publisher):
         # Until the end of the update a server holds a mixture, which must pass for neither version.
         marking = in_thread(self._set_version, f"incomplete-{version}")
         self._pause()
-        flushing = in_thread(self._each, "/flush_cache", {})  # nothing new is cached from here on
+        flushing = in_thread(self._flush)  # nothing new is cached from here on
         if self._group is not None and not self._group_is_current():
             self._disconnect()
         if self._group is None:

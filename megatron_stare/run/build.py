@@ -11,7 +11,6 @@ from megatron_stare.config.schema import Config
 from megatron_stare.engine.device import current
 from megatron_stare.engine.engine import Engine
 from megatron_stare.engine.parallel import initialize
-from megatron_stare.engine.publication import damaged
 from megatron_stare.engine.saving import newest_good
 from megatron_stare.errors import UserError
 from megatron_stare.report import Reporter
@@ -27,6 +26,7 @@ from megatron_stare.run.session import Session
 from megatron_stare.run.state import RunState
 from megatron_stare.run.supervised import RowFeed
 from megatron_stare.tasks import load_tokenizer
+from megatron_stare.weights.publication import damaged
 
 
 def _nobody(_message: str) -> None:

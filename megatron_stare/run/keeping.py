@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megatron_stare.config.schema import Config
 from megatron_stare.engine.engine import Engine
-from megatron_stare.engine.publication import published
 from megatron_stare.run.card import model_card
 from megatron_stare.run.files import RunFiles
 from megatron_stare.run.journal import Journal
 from megatron_stare.run.state import RunState
+from megatron_stare.weights.publication import published
 from megatron_stare.weights.save import save_hf
 
 

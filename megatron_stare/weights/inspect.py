@@ -19,6 +19,7 @@ from megatron_stare.weights.dcp import Description, StoredTensor, read_descripti
 from megatron_stare.weights.hf_config import HFConfig, read_hf_config
 from megatron_stare.weights.mapping import model_entries
 from megatron_stare.weights.pread import TensorFiles
+from megatron_stare.weights.publication import MANIFEST, find_damage
 from megatron_stare.weights.source import CheckpointSource, check_source
 from megatron_stare.weights.to_hf import check_tensors
 from megatron_stare.weights.vocabulary import check_vocabulary
@@ -131,6 +132,9 @@ def inspect(
     look = _megatron if direction == TO_HF else _huggingface
     report, values = look(directory, Path(hf_config) if hf_config else directory)
     if check_values:
+        if (directory / MANIFEST).exists():
+            damage = find_damage(directory)
+            report.checks.append(Check("files have the checksums that they were written with", damage or ""))
         report.checks.append(_attempt("values are finite", lambda: _check_values(values, advance)))
     return report
 

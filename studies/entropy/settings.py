@@ -88,7 +88,7 @@ MAIN = [
 RATES = [
     *(Setting("STARE o1", "pi", _stare("o1", "pi"), lr=lr, seeds=MAIN_SEEDS) for lr in (1e-4, 1e-5)),
     *(Setting("STARE c2", "pi", _stare("c2", "pi"), lr=lr) for lr in (1e-4, 1e-5)),
-    *(Setting("GRPO", lr=lr) for lr in (1e-4, 1e-5)),
+    *(Setting("GRPO", lr=lr, seeds=(0, 1)) for lr in (1e-4, 1e-5)),
 ]
 RIVALS = [
     _rival("GRPO + dynamic sampling", "", _FULL_GROUPS),

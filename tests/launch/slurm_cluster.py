@@ -40,9 +40,10 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 ReturnToService=2
 MpiDefault=none
-KillWait=30
-NodeName={first} NodeHostName=localhost NodeAddr=127.0.0.1 Port={port1} CPUs=1 RealMemory=2000 State=UNKNOWN
-NodeName={second} NodeHostName=localhost NodeAddr=127.0.0.1 Port={port2} CPUs=1 RealMemory=2000 State=UNKNOWN
+KillWait=5
+NodeName=DEFAULT CPUs=1 RealMemory=2000 State=UNKNOWN
+NodeName={first} NodeHostName=localhost NodeAddr=127.0.0.1 Port={port1}
+NodeName={second} NodeHostName=localhost NodeAddr=127.0.0.1 Port={port2}
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -87,15 +88,13 @@ class SlurmCluster:
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.root.glob("*.log"))
-        )
+        logs = sorted(self.root.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
     def _start(self) -> None:
         root = self.root
         for folder in ("state", *(f"spool-{node}" for node in NODES)):
             (root / folder).mkdir(parents=True)
-        # munged refuses a socket below directories that others may write to.
         key = root / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -103,35 +102,40 @@ class SlurmCluster:
         (root / "slurm.conf").write_text(
             _CONF.format(root=root, ctld=ctld, port1=port1, port2=port2, first=NODES[0], second=NODES[1])
         )
+        # --force: the scratch directory lies below one that everybody may write to.
         self._daemon(
             "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={root}/munge.socket",
-            f"--pid-file={root}/munged.pid", f"--log-file={root}/munged.log", f"--seed-file={root}/munge.seed",
+            f"--pid-file={root}/munged.pid", f"--log-file={root}/munged.log",
+            f"--seed-file={root}/munge.seed",
         )  # fmt: skip
         wait_for((root / "munge.socket").exists, 10, self.logs)
         self._daemon("slurmctld", "-D", "-f", str(root / "slurm.conf"))
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node, "-f", str(root / "slurm.conf"))
-        idle = lambda: self.call("sinfo", "-h", "-N", "-o", "%T", check=False).split() == ["idle"] * len(NODES)  # noqa: E731
-        wait_for(idle, 40, self.logs)
+        wait_for(self._idle, 40, self.logs)
+
+    def _idle(self) -> bool:
+        states = self.call("sinfo", "-h", "-N", "-o", "%T", check=False).split()
+        return states == ["idle"] * len(NODES)
 
     def _daemon(self, name: str, *arguments: str) -> None:
         program = _program(name)
         assert program
-        self._daemons.append(
-            subprocess.Popen(
-                [program, *arguments],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+        with (self.root / f"{name}-{len(self._daemons)}.output.log").open("wb") as output:
+            self._daemons.append(
+                subprocess.Popen(
+                    [program, *arguments],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
             )
-        )
 
     def _stop(self) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired, AssertionError):
             if self.call("squeue", "-h", check=False):
-                self.call("scancel", "--state=RUNNING", "--signal=KILL", "--full", check=False)
                 self.call("scancel", "--user=root", check=False)
                 wait_for(lambda: not self.call("squeue", "-h", check=False), 20, self.logs)
         for daemon in reversed(self._daemons):

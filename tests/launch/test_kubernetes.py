@@ -26,8 +26,9 @@ def documents(tmp_path: Path) -> list[dict]:
 @pytest.fixture
 def job_options(tmp_path: Path) -> list[str]:
     return [
-        "--scheduler=kubernetes", "--nodes=3", "--trainer-nodes=2", "--gpus-per-node=8", "--namespace=training",
-        "--image=registry.example/image:1", f"--volume=shared:{tmp_path}", "--option=rdma/hca=1", "--option=cpu=32",
+        "--scheduler=kubernetes", "--nodes=3", "--trainer-nodes=2", "--gpus-per-node=8",
+        "--namespace=training", "--image=registry.example/image:1", f"--volume=shared:{tmp_path}",
+        "--option=rdma/hca=1", "--option=cpu=32",
     ]  # fmt: skip
 
 
@@ -100,7 +101,8 @@ def test_the_key_goes_to_kubectl_by_standard_input_only(write_config, job_option
     bin_folder.mkdir()
     # Notes each call's arguments, and what came by standard input.
     (bin_folder / "kubectl").write_text(
-        f"#!/bin/bash\necho \"$*\" >> {tmp_path}/calls\n[ \"${{@: -1}}\" = - ] && cat > {tmp_path}/stdin\nexit 0\n"
+        f"#!/bin/bash\necho \"$*\" >> {tmp_path}/calls\n"
+        f"[ \"${{@: -1}}\" = - ] && cat > {tmp_path}/stdin\nexit 0\n"
     )
     (bin_folder / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
@@ -117,10 +119,14 @@ def test_the_key_goes_to_kubectl_by_standard_input_only(write_config, job_option
         f"--namespace training create -f {tmp_path}/run/launch/job.yaml",
     ]
     (tmp_path / "stdin").unlink()
-    assert not [file for file in tmp_path.rglob("*") if file.is_file() and key in file.read_text(errors="replace")]
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert files
+    assert not [file for file in files if key in file.read_text(errors="replace")]
 
 
-def test_what_the_cluster_refuses_is_taken_back_and_quoted(write_config, job_options, tmp_path, capsys, monkeypatch):
+def test_what_the_cluster_refuses_is_taken_back_and_quoted(
+    write_config, job_options, tmp_path, capsys, monkeypatch
+):
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     (bin_folder / "kubectl").write_text(

@@ -26,18 +26,21 @@ def program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_a_dry_run_writes_and_shows_the_script_and_submits_nothing(write_config, tmp_path, capsys, monkeypatch):
+def test_a_dry_run_writes_and_shows_the_script_and_submits_nothing(
+    write_config, tmp_path, capsys, monkeypatch
+):
     program(tmp_path / "bin", "sbatch", "echo submitted >> $0.called")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    options = ("--nodes", 3, "--partition", "gpu", "--time", "1:00:00", "--option", "qos=high", "--option", "mem=no")
+    options = ("--nodes=3", "--partition=gpu", "--time=1:00:00", "--option=qos=high", "--option=mem=no")
     config = write_config(batch={"prompts_per_step": 6})
     assert launch(config, "optimizer.lr=2e-4", "--scheduler", "slurm", *options, "--dry-run") == 0
     script = (tmp_path / "run" / "launch" / "job.sbatch").read_text()
     assert script in capsys.readouterr().out
     asked = {line for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {
-        "#SBATCH --job-name=test-run", "#SBATCH --nodes=3", "#SBATCH --requeue", "#SBATCH --open-mode=append",
-        "#SBATCH --signal=B:TERM@120", "#SBATCH --partition=gpu", "#SBATCH --time=1:00:00", "#SBATCH --qos=high",
+        "#SBATCH --job-name=test-run", "#SBATCH --nodes=3", "#SBATCH --requeue",
+        "#SBATCH --open-mode=append", "#SBATCH --signal=B:TERM@120", "#SBATCH --partition=gpu",
+        "#SBATCH --time=1:00:00", "#SBATCH --qos=high",
     } <= asked  # fmt: skip
     assert not any("mem" in line or "gpus" in line for line in asked)
     assert not (tmp_path / "bin" / "sbatch.called").exists()
@@ -79,7 +82,9 @@ def test_mistakes_are_refused_before_anything_is_written(arguments, named, write
 
 
 @pytest.mark.parametrize(("scheduler", "tool"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
-def test_without_the_schedulers_tool_the_error_names_it(scheduler, tool, write_config, tmp_path, capsys, monkeypatch):
+def test_without_the_schedulers_tool_the_error_names_it(
+    scheduler, tool, write_config, tmp_path, capsys, monkeypatch
+):
     options = ["--image=x", f"--volume=runs:{tmp_path}"] if scheduler == "kubernetes" else []
     config = write_config()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
@@ -127,8 +132,8 @@ def test_the_key_is_in_no_file_and_made_anew_at_each_start(write_config, tmp_pat
     program(tmp_path / "bin", "scontrol", "echo n1; echo n2")
     program(tmp_path / "bin", "srun", f"echo ${API_KEY_VARIABLE} ${HOSTS_VARIABLE} ${JOB_VARIABLE}")
     environment = {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_RESTART_COUNT": "3",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_RESTART_COUNT": "3",
     }  # fmt: skip
     shown = [
         subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, check=True)
@@ -145,8 +150,11 @@ def test_the_key_is_in_no_file_and_made_anew_at_each_start(write_config, tmp_pat
 
 @pytest.mark.parametrize(
     ("code", "restarts", "again"),
-    [(0, 0, False), (1, 0, False), (2, 0, False), (75, 0, True), (75, 500, True), (137, 0, True), (137, 10, False)],
-)
+    [
+        (0, 0, False), (1, 0, False), (2, 0, False),
+        (75, 0, True), (75, 500, True), (137, 0, True), (137, 10, False),
+    ],
+)  # fmt: skip
 def test_slurm_starts_a_job_again_that_saved_or_was_killed(code, restarts, again, write_config, tmp_path):
     assert launch(write_config(), "--scheduler=slurm", "--dry-run") == 0
     program(tmp_path / "bin", "scontrol", f"[ $1 = requeue ] && echo $2 > {tmp_path}/requeued; exit 0")
@@ -170,7 +178,12 @@ def test_the_script_of_a_start_by_hand_tells_its_node(write_config, tmp_path, ca
     shown.write_text(script.read_text().replace("exec ", "env #"))
     environment = {"PATH": os.environ["PATH"]}
     done = subprocess.run(
-        ["bash", shown, "1", "4"], input="the-key\n", text=True, capture_output=True, env=environment, check=True
+        ["bash", shown, "1", "4"],
+        input="the-key\n",
+        text=True,
+        capture_output=True,
+        env=environment,
+        check=True,
     )
     told = dict(line.split("=", 1) for line in done.stdout.splitlines() if line.startswith("MEGATRON_STARE_"))
     assert told[NODE_VARIABLE] == "1"

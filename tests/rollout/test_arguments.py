@@ -6,6 +6,7 @@ import pytest
 
 from megatron_stare.config.schema import RolloutSection
 from megatron_stare.errors import UserError
+from megatron_stare.rollout.answer import UNKNOWN_VERSION, as_version
 from megatron_stare.rollout.arguments import router_arguments, server_arguments, server_environment
 
 
@@ -79,3 +80,16 @@ def test_the_router_binds_to_the_servers_host_only():
     assert line["--worker-urls"] == ["http://a", "http://b"]
     assert line["--host"] == line["--prometheus-host"] == "127.0.0.1"
     assert line["--prometheus-port"] == "2"
+
+
+def test_a_restarted_server_passes_for_no_published_version():
+    assert as_version(server()["--weight-version"]) == UNKNOWN_VERSION
+
+
+def test_seeded_servers_cut_no_prompt_and_give_no_response_up():
+    line = server(seeded=True)
+    assert line["--enable-deterministic-inference"] is line["--disable-radix-cache"] is True
+    assert line["--chunked-prefill-size"] == "-1"
+    environment = server_environment(RolloutSection(seeded=True, max_response_tokens=9), "cpu")
+    assert environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] == "9"
+    assert "--enable-deterministic-inference" not in server()

@@ -62,3 +62,20 @@ def test_decode_is_attention_one_by_one(batch, monkeypatch, padded_keys):
     output = torch.full_like(query, float("nan"))
     batched_attention.decode(query, output, *cache, slots, seq_lens, scaling=0.3, enable_gqa=True)
     torch.testing.assert_close(output, one_by_one(query, cache, slots, seq_lens, seq_lens - 1))
+
+
+def test_exact_results_are_those_of_each_sequence_alone(batch):
+    seq_lens, prefix_lens, cache, slots = batch
+    q_lens = (seq_lens - prefix_lens).tolist()
+    query = torch.randn(sum(q_lens), HEADS, SIZE)
+    together = torch.empty_like(query)
+    batched_attention.extend(
+        query, together, *cache, slots, seq_lens, prefix_lens, exact=True, enable_gqa=True
+    )
+    for row, part in enumerate(query.split(q_lens)):
+        alone = torch.empty_like(part)
+        one = slice(row, row + 1)
+        batched_attention.extend(
+            part, alone, *cache, slots[one], seq_lens[one], prefix_lens[one], exact=True, enable_gqa=True
+        )
+        assert torch.equal(alone, together.split(q_lens)[row])

@@ -122,7 +122,7 @@ def test_supervised_jobs_and_running_servers_need_no_fleet_and_no_key():
         ({RANKS_VARIABLE: "0"}, "MEGATRON_STARE_RANKS_PER_NODE=0"),
         ({JOB_VARIABLE: " "}, "MEGATRON_STARE_JOB is not set"),
         ({PORT_VARIABLE: "65530"}, "MEGATRON_STARE_PORT=65530"),
-        ({HOSTS_VARIABLE: "no-such-host.invalid", NODE_VARIABLE: "0", TRAINER_NODES_VARIABLE: "1"}, "no-such-host"),
+        ({HOSTS_VARIABLE: "none.invalid", TRAINER_NODES_VARIABLE: "1"}, "none.invalid cannot be resolved"),
     ],
 )  # fmt: skip
 def test_wrong_variables_are_named(changes, named):
@@ -136,9 +136,8 @@ def test_a_port_in_use_is_found_before_anything_starts():
         taken.listen()
         port = taken.getsockname()[1]
         # The rendezvous is the first of the job's ports, and the first node's alone.
-        head, other = (
-            Job.from_environment(config("sft"), variables(node, **{PORT_VARIABLE: str(port)})) for node in (0, 1)
-        )
+        at = {PORT_VARIABLE: str(port)}
+        head, other = (Job.from_environment(config("sft"), variables(node, **at)) for node in (0, 1))
         other.require_ports()
         with pytest.raises(UserError, match=f"MEGATRON_STARE_PORT: port {port} on 127.0.0.1 is in use"):
             head.require_ports()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.engine import publication
+from megatron_stare.weights import publication
 from tests.support.disk import no_file_beyond
 
 
