@@ -72,7 +72,7 @@ class ParallelSection(Section):
     """Sizes of Megatron's process groups. Data parallelism takes the ranks that are left."""
 
     world_size: int | None = Field(
-        None, ge=1, description="trainer ranks on this node; default: GPUs left by servers, or tp*pp*cp"
+        None, ge=1, description="trainer ranks of the whole job; default: GPUs left by servers, or tp*pp*cp"
     )
     tp: int = Field(1, ge=1)
     pp: int = Field(1, ge=1)

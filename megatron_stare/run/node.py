@@ -81,6 +81,11 @@ def read_node(files: RunFiles, node: int) -> dict[str, Any]:
     return {}
 
 
+def silence(record: dict[str, Any]) -> float:
+    """Seconds since a node's last sign of life; 0 where there is no record."""
+    return max(0.0, time.time() - record.get("heartbeat", time.time()))
+
+
 @contextlib.contextmanager
 def locked(files: RunFiles) -> Iterator[None]:
     """Hold the run directory, at most until this process ends. Raises UserError while another job does."""
@@ -114,7 +119,7 @@ def torchrun(
         **environment,
     }
     log = files.logs / ("torchrun.log" if job.head else f"torchrun-{job.node}.log")
-    return Child("trainer", "megatron_stare.run.torchrun", arguments, environment, log, show=job.head)
+    return Child("trainer", "megatron_stare.run.torchrun", arguments, environment, log, show=job.trains)
 
 
 def signal_ranks(ranks: Child, number: signal.Signals) -> None:

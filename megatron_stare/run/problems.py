@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 
 def record_problem(path: Path, source: str, message: str) -> None:
-    """Append a problem of `source` (trainer, server-0, checkpoint, ...) and say it on standard error.
+    """Append a problem of `source` (trainer, server-0, checkpoint, ...) and say it on standard output.
+
+    There, because that is what a rank leaves to the person who watches; its standard error is in its log.
 
     Never raises: a full disk must not turn a survived problem into a fatal one.
     """
-    print(f"warning: {source}: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {source}: {message}", flush=True)
     entry = {"time": time.time(), "host": socket.gethostname(), "source": source, "message": message}
     with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
         # One write of one line: processes of several nodes append to the same file.

@@ -18,7 +18,7 @@ from megatron_stare.rollout.process import Child, end
 from megatron_stare.run.files import RunFiles
 from megatron_stare.run.health import Restarts, Watchdog
 from megatron_stare.run.job import Job
-from megatron_stare.run.node import ENDED, NodeRecord, locked, read_node, signal_ranks, start_ranks
+from megatron_stare.run.node import ENDED, NodeRecord, locked, read_node, signal_ranks, silence, start_ranks
 from megatron_stare.run.problems import record_problem
 from megatron_stare.run.resume import check_allowances
 
@@ -33,7 +33,8 @@ _EXIT_CODES = {
 _POLL_SECONDS = 0.2
 _DUMP_SECONDS = 2.0  # for ranks to write their stacks
 _LEAVE_SECONDS = 15.0  # for ranks that have recorded the outcome to be gone
-_HEAD_SECONDS = 600.0
+_HEAD_SECONDS = 600.0  # for node 0 to appear
+_SILENT_SECONDS = 120.0  # until it is taken for dead
 
 
 class StopRequest:
@@ -105,7 +106,7 @@ class _Node:
                 self.job.require_ports()
                 self._start()
                 state, message = self._wait() if self.job.trains else self._wait_for_others()
-                if state == "preempted":
+                if state == "preempted" and self.job.head:
                     _say(f"stopped after {message} and saved; continue with resume.mode=auto")
             except RolloutError as error:
                 message = str(error)
@@ -164,6 +165,8 @@ class _Node:
                 end([self.ranks])
                 self._start_ranks()
                 continue
+            if state == "failed" and not self.job.head:
+                return "preempted", "its ranks lost the others"  # whether the run failed, the head knows
             return state, message
 
     def _tend(self) -> None:
@@ -186,6 +189,8 @@ class _Node:
             head = read_node(self.files, 0)
             if head.get("job") == self.job.id and head.get("state") in ENDED:
                 return head["state"], head.get("message", "")
+            if silence(head) > _SILENT_SECONDS:
+                return "preempted", "node 0 gave no sign of life any more"
             if self.stop.count and time.monotonic() - self.stop.since > self.config.run.grace_seconds:
                 return "preempted", "signalled"
             time.sleep(_POLL_SECONDS)
@@ -275,13 +280,18 @@ def _prepare(config: Config, files: RunFiles) -> None:
 def _wait_for_head(files: RunFiles, job: Job) -> None:
     """Until node 0 of the same job has written the config. Raises UserError where it does not come."""
     deadline = time.monotonic() + _HEAD_SECONDS
-    while read_node(files, 0).get("job") != job.id:
+    while not _is_alive(read_node(files, 0), job):
         if time.monotonic() > deadline:
             raise UserError(
                 f"run.dir={files.root}: node 0 of job {job.id} did not appear there within "
                 f"{_HEAD_SECONDS:g} s; do all nodes see the same directory?"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _is_alive(head: dict[str, Any], job: Job) -> bool:
+    """Whether this is a sign of life of this start of the job, not of an earlier one that bore its name."""
+    return head.get("job") == job.id and head.get("state") not in ENDED and silence(head) < _SILENT_SECONDS
 
 
 def _say(line: str) -> None:

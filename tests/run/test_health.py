@@ -85,9 +85,9 @@ def test_problems_are_kept_in_order_and_half_a_line_is_passed_over(tmp_path, cap
         ("server-0", "was ended by SIGKILL"),
         ("trainer", "a step hangs"),
     ]
-    assert "warning: trainer: a step hangs" in capsys.readouterr().err
+    assert "warning: trainer: a step hangs" in capsys.readouterr().out
 
 
 def test_a_problem_that_cannot_be_written_is_said_all_the_same(tmp_path, capsys):
     record_problem(tmp_path / "missing" / "problems.jsonl", "trainer", "a step hangs")
-    assert "a step hangs" in capsys.readouterr().err
+    assert "a step hangs" in capsys.readouterr().out
