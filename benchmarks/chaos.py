@@ -1,6 +1,6 @@
 """A run that is killed again and again, beside one that is left alone: both must come to the same.
 
-    python -m benchmarks.chaos [--kills N] [--seed S] [--steps N] [--dir DIR]
+    python -m benchmarks.chaos [--kills N] [--seed S] [--steps N] [--layout dp2|tp2] [--dir DIR]
 
 The run is a real one: two trainer ranks, two SGLang servers, a router, a policy of 0.4M parameters, seeded
 sampling. At random moments a trainer rank, torchrun, a server, the router or the whole job is killed
@@ -23,7 +23,7 @@ import click
 import psutil
 import yaml
 
-from benchmarks.chaos_kills import Chaos, Run, checkpoint_disk, until
+from benchmarks.chaos_kills import Chaos, Run, checkpoint_disk, tensors, until
 from benchmarks.common import note, report
 
 _PATIENCE = 300.0  # seconds until a run that makes no progress is called lost
@@ -34,14 +34,15 @@ _STEPS_A_KILL = 5
 @click.option("--kills", default=50, show_default=True, help="Disturbances.")
 @click.option("--seed", default=0, show_default=True, help="Of their kinds, victims and moments.")
 @click.option("--steps", type=int, help=f"Of both runs; default: {_STEPS_A_KILL} a kill, and 20.")
+@click.option("--layout", type=click.Choice(["dp2", "tp2"]), default="dp2", help="Of the two ranks.")
 @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Default: a temporary one.")
-def main(kills: int, seed: int, steps: int | None, directory: Path | None) -> None:
+def main(kills: int, seed: int, steps: int | None, layout: str, directory: Path | None) -> None:
     """Print one JSON line: lost, repeated_or_skipped, damaged_loaded, processes_left, mismatches."""
     steps = steps or 20 + _STEPS_A_KILL * kills
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         root = (directory or Path(scratch)).resolve()
         root.mkdir(parents=True, exist_ok=True)
-        config = _write_config(root, steps)
+        config = _write_config(root, steps, tp=2 if layout == "tp2" else 1)
         note(f"an undisturbed run of {steps} steps")
         alone = Run(config, root / "alone")
         alone.start()
@@ -55,7 +56,7 @@ def main(kills: int, seed: int, steps: int | None, directory: Path | None) -> No
     report("chaos", ratios, figures)
 
 
-def _write_config(root: Path, steps: int) -> Path:
+def _write_config(root: Path, steps: int, tp: int) -> Path:
     from megatron_stare.run.quickstart import CONFIGS, write_policy
 
     model = root / "policy"
@@ -65,7 +66,7 @@ def _write_config(root: Path, steps: int) -> Path:
         "run": {"name": "chaos", "steps": steps, "hang_seconds": 120.0, "restarts": 10},
         "model": {"path": str(model)},
         "task": {"reward": "benchmarks.chaos_kills:reward"},
-        "parallel": {"tp": 1, "world_size": 2},
+        "parallel": {"tp": tp, "world_size": 2, "distributed_optimizer": tp == 1},
         "batch": {"prompts_per_step": 4, "responses_per_prompt": 8},
         "optimizer": {"schedule": "constant"},
         "rollout": {
@@ -76,7 +77,7 @@ def _write_config(root: Path, steps: int) -> Path:
             "server_restarts": 1000,
         },
         "evaluation": {"at_end": False},
-        "checkpoint": {"every": 5, "keep_last": 3, "at_end": True, "hf_at_end": True},
+        "checkpoint": {"every": 5, "keep_last": 3, "at_end": True},
         "report": {"tensorboard": False, "plot_every": 0},
     }
     path = root / "chaos.yaml"
@@ -171,16 +172,14 @@ def _restart(run: Run, chaos: Chaos, result: _Result) -> str:
 
 
 def _compare(alone: Run, disturbed: Run, result: _Result, steps: int) -> tuple[dict, dict]:
-    from safetensors.torch import load_file
-    from torch import equal
-
     rows = [alone.rows.get(step) != disturbed.rows.get(step) for step in range(steps)]
     missing = sum(step not in disturbed.rows for step in range(steps))
     mismatches = sum(rows) - missing
-    before, after = (run.root / "hf" / "model.safetensors" for run in (alone, disturbed))
+    before, after = (run.root / "checkpoints" / f"step_{steps:07d}" for run in (alone, disturbed))
     if after.exists():
-        mine, other = load_file(before), load_file(after)
-        mismatches += sum(not equal(mine[name], other[name]) for name in mine)
+        mine, other = tensors(before), tensors(after)  # parameters, moments, counts of steps
+        mismatches += sum(not mine[name].equal(other[name]) for name in mine)
+        mismatches += (before / "run_state.json").read_text() != (after / "run_state.json").read_text()
     ratios = {
         "lost": result.lost,
         "repeated_or_skipped": disturbed.repeated_differently + missing,

@@ -108,6 +108,22 @@ def comparable(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(skipped)}
 
 
+def tensors(directory: Path) -> dict[str, Any]:
+    """Every whole tensor of a checkpoint by its key."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = FileSystemReader(directory).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    return state
+
+
 def _difference(before: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     return {name: (before.get(name), row.get(name)) for name in row if before.get(name) != row.get(name)}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos_kills import tensors
 from megatron_stare.errors import UserError
 from megatron_stare.report import read_metrics
 from megatron_stare.run.files import RunFiles
@@ -18,7 +19,6 @@ from megatron_stare.run.problems import read_problems
 from megatron_stare.run.state import RunState
 from megatron_stare.weights import publication
 from tests.run.test_survival import learned, supervised
-from tests.support.checkpoints import read_tensors
 from tests.support.whole_runs import finish, left_over, start
 
 
@@ -69,7 +69,7 @@ def test_all_that_can_be_recovered_is_and_the_rest_is_learned_again(run, finishe
         "step_0000010.damaged",
     ]
     assert learned(run) == learned(finished)
-    mine, other = (read_tensors(root / "run/checkpoints/step_0000010") for root in (run, finished))
+    mine, other = (tensors(root / "run/checkpoints/step_0000010") for root in (run, finished))
     assert all(mine[name].equal(other[name]) for name in other)
     assert {problem["source"] for problem in read_problems(files.problems)} == {"checkpoint"}
     assert left_over(run) == []

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.chaos_kills import tensors
 from megatron_stare.report import read_metrics
 from megatron_stare.run.problems import read_problems
-from tests.support.checkpoints import read_tensors
 from tests.support.whole_runs import finish, left_over, start, wait_for, write_config
 
 STEPS = 30
@@ -69,7 +69,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_left_alone(tmp_path, 
     assert code == 0, output
     assert left_over(tmp_path) == []
     assert learned(killed) == learned(alone)
-    mine, other = (read_tensors(root / "run/checkpoints" / f"step_{STEPS:07d}") for root in (killed, alone))
+    mine, other = (tensors(root / "run/checkpoints" / f"step_{STEPS:07d}") for root in (killed, alone))
     assert mine.keys() == other.keys()
     assert all(mine[name].equal(other[name]) for name in mine)
 
