@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -24,9 +25,10 @@ MARK = "MEGATRON_STARE_CHAOS"
 _CHECKPOINT_DISK_MB = 64
 
 
-def reward(text: str, _answer: object) -> float:
-    """Share of digits: an untrained policy earns some of it, so every step has something to learn."""
-    return sum(character.isdigit() for character in text) / max(len(text), 1)
+def reward(text: str, answer: object) -> float:
+    """A number in [0, 1) that is each text's own, so that there is something to learn in every step."""
+    digest = hashlib.blake2b(f"{text}/{answer}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") / 2**32
 
 
 class Run:

@@ -23,6 +23,9 @@ from megatron_stare.rollout.threads import in_thread
 
 _POLL_SECONDS = 0.001
 _PARTING_SECONDS = 5.0
+# All know of the group within milliseconds. Where one dies meanwhile, the others wait for as long as this
+# side's store lives, and that is until this side gives up.
+_MEETING_SECONDS = 30.0
 
 
 class DistributedPublisher(Publisher):
@@ -134,11 +137,12 @@ class DistributedPublisher(Publisher):
         host = self._endpoints.rendezvous or self._rollout.host
         self._name = f"megatron_stare-{uuid.uuid4().hex[:12]}"
         limit = timedelta(seconds=min(self._rollout.request_timeout, 1800.0))
+        meeting = min(limit, timedelta(seconds=_MEETING_SECONDS))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=world_size)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            host, port, world_size, is_master=True, timeout=limit, wait_for_workers=False,
+            host, port, world_size, is_master=True, timeout=meeting, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
 
@@ -162,7 +166,7 @@ class DistributedPublisher(Publisher):
         making = in_thread(
             lambda: c10d._new_process_group_helper(
                 world_size, 0, [], dist.Backend(self._backend), dist.PrefixStore(self._name, store),
-                group_name=self._name, timeout=limit,
+                group_name=self._name, timeout=meeting,
             )[0]
         )  # fmt: skip
         try:
@@ -171,6 +175,8 @@ class DistributedPublisher(Publisher):
             making.add_done_callback(lambda made: made.exception() or _close_group([made.result()]))
             raise
         self._group = making.result()
+        for device in self._group._device_types:
+            self._group._get_backend(device)._set_default_timeout(limit)
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
     def _disconnect(self) -> None:
