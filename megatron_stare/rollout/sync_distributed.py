@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,19 +12,16 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from megatron_stare.config.schema import RolloutSection
 from megatron_stare.rollout.answer import as_version
 from megatron_stare.rollout.endpoints import Endpoints, RolloutError
+from megatron_stare.rollout.meeting import MEETING_SECONDS, meet
 from megatron_stare.rollout.sync import CONTROL_TIMEOUT, Bucket, Publisher, PublishError, buckets
 from megatron_stare.rollout.threads import in_thread
 
 _POLL_SECONDS = 0.001
 _PARTING_SECONDS = 5.0
-# All know of the group within milliseconds. Where one dies meanwhile, the others wait for as long as this
-# side's store lives, and that is until this side gives up.
-_MEETING_SECONDS = 30.0
 
 
 class DistributedPublisher(Publisher):
@@ -127,24 +123,13 @@ class DistributedPublisher(Publisher):
         return _Sending(flat, work, answers, time.monotonic() + limit, self._pulse.check)
 
     def _connect(self) -> None:
-        """Make the group. The servers' side is SGLang's init_custom_process_group.
-
-        The store is made here from a listening socket: the port is taken when its number is told, only the
-        servers' address is listened on, and under torchrun `tcp://` would mean the agent's store instead.
-        """
+        """Make the group. The servers' side is SGLang's init_custom_process_group."""
         self._members, tp = self._targets, self._rollout.tp
         world_size = 1 + tp * len(self._members)
         host = self._endpoints.rendezvous or self._rollout.host
         self._name = f"megatron_stare-{uuid.uuid4().hex[:12]}"
-        limit = timedelta(seconds=min(self._rollout.request_timeout, 1800.0))
-        meeting = min(limit, timedelta(seconds=_MEETING_SECONDS))
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=world_size)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host, port, world_size, is_master=True, timeout=meeting, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        limit = min(self._rollout.request_timeout, 1800.0)
+        port, making = meet(host, world_size, self._name, self._backend, timedelta(seconds=limit))
 
         def body(index: int) -> dict[str, Any]:
             return {
@@ -156,28 +141,18 @@ class DistributedPublisher(Publisher):
                 "backend": self._backend,
             }
 
-        path, seconds = "/init_weights_update_group", limit.total_seconds()
         answers = [
-            in_thread(self._endpoints.require, url, path, body(index), timeout=seconds)
+            in_thread(self._endpoints.require, url, "/init_weights_update_group", body(index), timeout=limit)
             for index, url in enumerate(self._members)
         ]
-        # Making the group waits for all, and a server that refuses never joins: so it waits in a thread,
-        # which is left behind if a server refuses.
-        making = in_thread(
-            lambda: c10d._new_process_group_helper(
-                world_size, 0, [], dist.Backend(self._backend), dist.PrefixStore(self._name, store),
-                group_name=self._name, timeout=meeting,
-            )[0]
-        )  # fmt: skip
         try:
             self._wait([*answers, making])
         except BaseException:
+            # Until then those that have joined wait for the others, and hear nothing else.
+            concurrent.futures.wait([making], timeout=2 * MEETING_SECONDS)
             making.add_done_callback(lambda made: made.exception() or _close_group([made.result()]))
             raise
         self._group = making.result()
-        for device in self._group._device_types:
-            self._group._get_backend(device)._set_default_timeout(limit)
-        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
 
     def _disconnect(self) -> None:
         """Forget the group on both sides.

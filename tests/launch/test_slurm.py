@@ -14,15 +14,13 @@ import pytest
 from megatron_stare.report import read_metrics
 from megatron_stare.run.job import API_KEY_VARIABLE
 from tests.launch.slurm_cluster import SlurmCluster, missing, wait_for
+from tests.support.whole_runs import slow
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(600),
 ]
 _COMMAND = (sys.executable, "-m", "megatron_stare")
-SLOW = pytest.mark.skipif(
-    "MEGATRON_STARE_SLOW" not in os.environ, reason="takes minutes; set MEGATRON_STARE_SLOW=1"
-)
 
 
 @pytest.fixture
@@ -109,7 +107,7 @@ def test_a_supervised_run_over_two_nodes_is_signalled_requeued_and_finished(clus
     assert leftovers(run) == []
 
 
-@SLOW
+@slow
 @pytest.mark.parametrize("trainer_nodes", [1, 2], ids=["served by the other node", "sharing nodes"])
 def test_an_rl_run_with_servers_is_signalled_requeued_and_finished(
     cluster, write_config, tmp_path, trainer_nodes

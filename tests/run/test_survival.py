@@ -14,7 +14,7 @@ import pytest
 from benchmarks.chaos_kills import tensors
 from megatron_stare.report import read_metrics
 from megatron_stare.run.problems import read_problems
-from tests.support.whole_runs import finish, left_over, start, wait_for, write_config
+from tests.support.whole_runs import finish, left_over, slow, start, wait_for, write_config
 
 STEPS = 30
 
@@ -50,8 +50,10 @@ def learned(root: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tp": 1, "world_size": 2, "distributed_optimizer": True}, {"tp": 2, "world_size": 2}],
-    ids=["dp2", "tp2"],
+    [
+        pytest.param({"tp": 1, "world_size": 2, "distributed_optimizer": True}, id="dp2"),
+        pytest.param({"tp": 2, "world_size": 2}, id="tp2", marks=slow),
+    ],
 )
 def test_a_run_whose_ranks_are_killed_ends_as_one_that_was_left_alone(tmp_path, tiny_model_dir, layout):
     alone, killed = tmp_path / "alone", tmp_path / "killed"

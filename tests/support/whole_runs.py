@@ -14,6 +14,10 @@ import yaml
 
 from megatron_stare.report import read_metrics
 
+slow = pytest.mark.skipif(
+    "MEGATRON_STARE_SLOW" not in os.environ, reason="takes minutes; set MEGATRON_STARE_SLOW=1"
+)
+
 
 def write_config(root: Path, model: Path, **sections) -> Path:
     """A small RL run on the sums task; `sections` replace values a section."""
