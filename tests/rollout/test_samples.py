@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import threading
 import time
 from collections.abc import Iterator
@@ -144,6 +145,40 @@ def test_a_failed_distributed_update_is_an_error_soon_and_the_next_one_works(
         publisher.close()
     groups = client.generate(PROMPTS, n=2, weight_version=42)
     assert worst_difference(groups, models[3]) < 1e-4
+
+
+class Absent(http.server.BaseHTTPRequestHandler):
+    """Says yes to everything and never joins an update, as a server whose worker hangs."""
+
+    def answer(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"weight_version": "0"}')
+
+    do_GET = do_POST = answer  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_never_joins_an_update_does_not_keep_the_others(
+    sglang_fleet, client, models, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("megatron_stare.rollout.meeting.MEETING_SECONDS", 2.0)
+    real = sglang_fleet.endpoints
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Absent) as absent:
+        threading.Thread(target=absent.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{absent.server_port}"
+        both = Endpoints([*real.servers, url], api_key=real.api_key)
+        publisher = make_publisher(sglang_fleet.rollout, both, "gloo", tmp_path)
+        start = time.monotonic()
+        with pytest.raises(PublishError, match="not all servers joined"):
+            publisher.publish(models[1].state_dict().items(), 45)
+        absent.shutdown()
+    assert publisher.publish(models[1].state_dict().items(), 45) == [url]
+    publisher.close()
+    assert time.monotonic() - start < 20
+    assert worst_difference(client.generate(PROMPTS, n=2, weight_version=45), models[1]) < 1e-4
 
 
 def test_servers_with_other_weights_than_asked_for_end_the_call_soon(sglang_fleet, client, models, tmp_path):
