@@ -160,13 +160,13 @@ def _restart(run: Run, chaos: Chaos, result: _Result) -> str:
     """After the whole job was killed: look what is left of it, damage a file, start it again."""
     until(lambda: not run.left_over(), 10.0)
     result.left += run.left_over()
+    checkpoints = run.root / "checkpoints"
+    newest = max(checkpoints.glob("step_???????"), default=None)
     path = chaos.damage()
-    newest = max((run.root / "checkpoints").glob("step_???????"), default=None)
-    harmed = newest is not None and newest.name in chaos.damaged
     (run.root / "progress.json").unlink(missing_ok=True)
     run.start()
     until(lambda: (run.root / "progress.json").exists(), _PATIENCE, run.observe)
-    if harmed and run.starting_from == int(newest.name.removeprefix("step_")):
+    if path.startswith("checkpoints/") and run.starting_from == int(newest.name.removeprefix("step_")):
         result.damaged_loaded += 1
     return f", and {path} damaged"
 

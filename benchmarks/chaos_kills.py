@@ -136,7 +136,6 @@ class Chaos:
     def __init__(self, run: Run, seed: int) -> None:
         self._run = run
         self._random = random.Random(seed)
-        self.damaged: list[str] = []  # names of checkpoints that were damaged while nothing ran
         self.counts: dict[str, int] = {}
 
     def draw(self) -> str:
@@ -187,8 +186,6 @@ class Chaos:
         else:
             data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
             path.write_bytes(data)
-        if path.parent.name.startswith("step_"):
-            self.damaged.append(path.parent.name)
         return str(path.relative_to(self._run.root))
 
 
