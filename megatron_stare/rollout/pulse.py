@@ -21,10 +21,10 @@ class Pulse:
         limit: seconds without an answer after which a server counts as lost.
     """
 
-    def __init__(self, endpoints: Endpoints, urls: list[str], limit: float) -> None:
+    def __init__(self, endpoints: Endpoints, limit: float) -> None:
         self._endpoints = endpoints
         self._limit = limit
-        self._heard = {url: time.monotonic() for url in urls}
+        self._heard: dict[str, float] = {}
         self._ended = threading.Event()
 
     def __enter__(self) -> Pulse:
@@ -33,6 +33,10 @@ class Pulse:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+
+    def follow(self, urls: list[str]) -> None:
+        """Look after these servers, which have just answered."""
+        self._heard = {url: time.monotonic() for url in urls}
 
     def alive(self) -> list[str]:
         """The servers that are not lost; all of them outside of `with`."""
@@ -51,7 +55,7 @@ class Pulse:
     def _run(self) -> None:
         asking = {}
         while not self._ended.wait(min(_INTERVAL, self._limit / 3)):
-            for url in self._heard:
+            for url in list(self._heard):
                 if url not in asking or asking[url].done():
                     asking[url] = in_thread(self._ask, url)
 

@@ -46,7 +46,7 @@ class Publisher(abc.ABC):
         self._rollout = rollout
         self._endpoints = endpoints
         self._found: dict[str, Any] = {}  # the servers that take part, and what each served before
-        self._pulse = Pulse(endpoints, [], rollout.health_timeout)
+        self._pulse = Pulse(endpoints, rollout.health_timeout)
 
     def publish(self, named_tensors: NamedTensors, version: int) -> list[str]:
         """Make every server that answers serve these weights as `version`; at least one takes them.
@@ -69,8 +69,7 @@ class Publisher(abc.ABC):
         """
         remaining = iter(named_tensors)
         try:
-            self._found = self._choose()
-            with Pulse(self._endpoints, self._targets, self._rollout.health_timeout) as self._pulse:
+            with Pulse(self._endpoints, self._rollout.health_timeout) as self._pulse:
                 try:
                     self._send(remaining, version)
                     verifying = in_thread(self._verify, version)
@@ -93,7 +92,10 @@ class Publisher(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Pause the servers, have them drop their cache, give all weights to them and set their version."""
+        """Choose the servers, pause them, give all weights to them and set their version.
+
+        Choosing takes a round trip, so it is left to the kinds of publisher to do something meanwhile.
+        """
 
     @property
     def _targets(self) -> list[str]:
@@ -127,8 +129,8 @@ class Publisher(abc.ABC):
             if as_version(served) != version:
                 raise PublishError(f"{url} serves weights {served!r} after {version} were published")
 
-    def _choose(self) -> dict[str, Any]:
-        """The servers that answer, and what they serve; waits for the first."""
+    def _choose(self) -> None:
+        """Those that answer take part from here on; waits for the first."""
         limit = self._rollout.outage_timeout
         deadline = time.monotonic() + limit
         while not (found := self._answering()):
@@ -136,7 +138,8 @@ class Publisher(abc.ABC):
                 urls = ", ".join(self._endpoints.servers)
                 raise PublishError(f"no server answered for rollout.outage_timeout={limit:g} s: {urls}")
             time.sleep(_POLL_SECONDS)
-        return found
+        self._found = found
+        self._pulse.follow(list(found))
 
     def _answering(self) -> dict[str, Any]:
         """Weight version by URL, of the servers that answer soon."""

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from megatron_stare.config.schema import RolloutSection
 from megatron_stare.rollout.endpoints import Endpoints
 from megatron_stare.rollout.sync import Publisher, buckets
+from megatron_stare.rollout.threads import in_thread
 
 _SHARD_BYTES = 4 << 30
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")  # config and tokenizer; never weights or their index
@@ -35,10 +36,13 @@ class DiskPublisher(Publisher):
     def _send(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         directory = self._scratch / f"weights-{version}"
         self._write(named_tensors, directory)
+        self._choose()
         self._pause()
+        # A server that fails on the way holds a mixture.
+        marking = in_thread(self._set_version, f"incomplete-{version}")
         self._flush()
-        self._set_version(f"incomplete-{version}")  # a server that fails on the way holds a mixture
-        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+        self._wait([marking])
+        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": False}
         self._each("/update_weights_from_disk", body, timeout=self._rollout.request_timeout)
         if self._last not in (None, directory):
             shutil.rmtree(self._last, ignore_errors=True)

@@ -72,6 +72,7 @@ class DistributedPublisher(Publisher):
         self._last = version
 
     def _begin(self, version: int) -> None:
+        self._choose()
         # Until the end of the update a server holds a mixture, which must pass for neither version.
         marking = in_thread(self._set_version, f"incomplete-{version}")
         self._pause()
