@@ -166,7 +166,7 @@ class Engine:
         """Where this run's checkpoints are written."""
         return Checkpoints(
             directory,
-            self.device.torch,
+            self.parallel,
             hf_dir=self._hf_dir,
             keep_last=keep_last,
             keep_every=keep_every,

@@ -6,7 +6,6 @@ on without that checkpoint, and the outcome says why.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import queue
@@ -23,11 +22,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
 
 from megatron_stare.engine import checkpoint
+from megatron_stare.engine.parallel import Parallel
+from megatron_stare.parent import end_with_parent
 from megatron_stare.weights import publication
+from megatron_stare.weights.convert import gigabytes
 from megatron_stare.weights.save import copy_companions
 
 _SPARE_SHARE, _SPARE_BYTES = 0.05, 1 << 20
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,13 @@ class Checkpoints:
     def __init__(
         self,
         directory: Path,
-        device: torch.device,
+        parallel: Parallel,
         *,
         hf_dir: str | Path,
         keep_last: int,
         keep_every: int = 0,
     ) -> None:
-        self.directory, self._device = directory, device
+        self.directory, self._parallel = directory, parallel
         self._hf_dir = Path(hf_dir)
         self._keep = (keep_last, keep_every)
         self._saving: _Saving | None = None
@@ -83,7 +84,7 @@ class Checkpoints:
         aside = self._aside(step)
         state = checkpoint.sharded_state(models, optimizer, is_loading=False)
         size = self._total(_own_bytes(state))
-        problem = _agree(self._prepare(aside, size) if dist.get_rank() == 0 else None)
+        problem = self._on_rank_0(lambda: self._prepare(aside, size))
         if problem:
             self._saving = _Saving(step, run_state, problem)
             return
@@ -94,7 +95,7 @@ class Checkpoints:
         arguments = list(request.async_fn_args)
         if request.preload_fn:
             arguments[1] = request.preload_fn()
-        work = (request.async_fn, arguments, aside, dist.get_rank())
+        work = (request.async_fn, arguments, aside, self._parallel.rank)
         process = None
         if background:
             fork = multiprocessing.get_context("fork")
@@ -122,14 +123,18 @@ class Checkpoints:
             problem = None
         except Exception as error:  # Megatron raises on all ranks when any has failed
             problem = f"it could not be written: {_cause(error)}"
-        problem = _agree(self._publish(saving, problem) if dist.get_rank() == 0 else None)
+        problem = self._on_rank_0(lambda: self._publish(saving, problem))
         return Outcome(saving.step, problem)
 
     def _total(self, value: int) -> int:
         """The sum of what all ranks give."""
-        box = torch.tensor([value], device=self._device)
+        box = torch.tensor([value], device=self._parallel.device)
         dist.all_reduce(box)
         return int(box)
+
+    def _on_rank_0(self, work: Callable[[], str | None]) -> str | None:
+        """What `work` returns on rank 0, which alone does it."""
+        return self._parallel.agree_on(work() if self._parallel.rank == 0 else None)
 
     def _aside(self, step: int) -> Path:
         return self.directory / f"{publication.directory_name(step)}.tmp"
@@ -142,8 +147,8 @@ class Checkpoints:
             free, needed = shutil.disk_usage(self.directory).free, size * (1 + _SPARE_SHARE) + _SPARE_BYTES
             if free < needed:
                 return (
-                    f"the disk is nearly full: {self.directory} has {_gigabytes(free)} left, "
-                    f"the checkpoint needs {_gigabytes(needed)}"
+                    f"the disk is nearly full: {self.directory} has {gigabytes(free)} left, "
+                    f"the checkpoint needs {gigabytes(needed)}"
                 )
             aside.mkdir()
         except OSError as error:
@@ -176,7 +181,12 @@ class Found:
 
 
 def newest_good(
-    directory: Path, on_problem: Callable[[str], None], *, at_most: int | None = None, move: bool = True
+    directory: Path,
+    parallel: Parallel,
+    on_problem: Callable[[str], None],
+    *,
+    at_most: int | None = None,
+    move: bool = True,
 ) -> tuple[Found | None, list[str]]:
     """The newest checkpoint whose files are what was written, and what is wrong with newer ones; collective.
 
@@ -184,18 +194,18 @@ def newest_good(
     `on_problem` is told, on rank 0. `at_most`: pass over those after more steps.
     """
     problems = []
-    candidates = _agree(publication.published(directory) if dist.get_rank() == 0 else None)
+    candidates = parallel.agree_on(publication.published(directory) if parallel.rank == 0 else None)
     for step, path in candidates:
         if at_most is not None and step > at_most:
             continue
-        mine = publication.find_damage(path, slice(dist.get_rank(), None, dist.get_world_size()))
-        damages: list[str | None] = [None] * dist.get_world_size()
+        mine = publication.find_damage(path, slice(parallel.rank, None, parallel.world_size))
+        damages: list[str | None] = [None] * parallel.world_size
         dist.all_gather_object(damages, mine)
         damage = next(filter(None, damages), None)
         if damage is None:
-            return Found(step, path, _agree(checkpoint.read_run_state(path))), problems
+            return Found(step, path, parallel.agree_on(checkpoint.read_run_state(path))), problems
         problems.append(f"{path.name} is not used: {damage}")
-        if dist.get_rank() == 0:
+        if parallel.rank == 0:
             if move:
                 publication.set_aside(path)
             on_problem(problems[-1])
@@ -228,10 +238,9 @@ def _write(write: Callable, arguments: list, directory: Path, rank: int) -> None
 
 
 def _die_with(parent: int) -> None:
-    if hasattr(ctypes.CDLL(None), "prctl"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    end_with_parent()
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
 
 
 def _own_bytes(state: dict[str, Any]) -> int:
@@ -244,17 +253,7 @@ def _own_bytes(state: dict[str, Any]) -> int:
     return size
 
 
-def _agree(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def _cause(error: BaseException) -> str:
     """The innermost reason, which Megatron wraps more than once."""
     text = str(error)
     return text.strip().splitlines()[-1][:300] if text.strip() else type(error).__name__
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"

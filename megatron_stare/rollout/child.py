@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 from typing import Any
 
+from megatron_stare.parent import end_with_parent
+
 API_KEY_VARIABLE = "MEGATRON_STARE_API_KEY"
 PARENT_VARIABLE = "MEGATRON_STARE_PARENT"
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
@@ -23,7 +22,7 @@ def die_with_parent() -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is not None and os.getppid() != int(parent):
         raise SystemExit(f"process {parent}, which started this one, is gone")

@@ -83,7 +83,7 @@ def load_and_go_on(model: str, directory: str, layouts: dict[str, dict]) -> dict
     for key, changes in layouts.items():
         name = key.split(">")[0]
         engine = make_engine(model, **changes)
-        found, problems = newest_good(Path(directory) / name, print)
+        found, problems = newest_good(Path(directory) / name, engine.parallel, print)
         assert (found.step, found.run_state, problems) == (2, {"steps": 2, "note": name}, [])
         engine.load(found.path)
         records[key] = [update(engine, seed) for seed in (2, 3)]
