@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron_stare.config.schema import Config
@@ -19,7 +18,7 @@ from megatron_stare.run.files import RunFiles
 from megatron_stare.run.health import Pulse
 from megatron_stare.run.journal import Journal
 from megatron_stare.run.keeping import Keeping
-from megatron_stare.run.problems import record_problem
+from megatron_stare.run.problems import recorder
 from megatron_stare.run.resume import binding_values, check_same, saved_values
 from megatron_stare.run.sampling import Sampler
 from megatron_stare.run.session import Session
@@ -27,10 +26,6 @@ from megatron_stare.run.state import RunState
 from megatron_stare.run.supervised import RowFeed
 from megatron_stare.tasks import load_tokenizer
 from megatron_stare.weights.publication import damaged
-
-
-def _nobody(_message: str) -> None:
-    """Ranks other than 0 see the same problems, and need not tell them again."""
 
 
 def build_engine(config: Config) -> Engine:
@@ -82,7 +77,7 @@ def build_session(config: Config, engine: Engine, files: RunFiles, stop: Callabl
             files,
             journal,
             saved=state.steps,
-            on_problem=partial(record_problem, files.problems, "checkpoint") if reporter else _nobody,
+            on_problem=recorder(files.problems, "checkpoint", engine.parallel.rank),
         ),
         pulse=pulse,
         state=state,
@@ -98,8 +93,11 @@ def restore(config: Config, engine: Engine, files: RunFiles, at_most: int | None
     """
     if config.resume.mode == "never":
         return RunState()
-    on_problem = partial(record_problem, files.problems, "checkpoint")
-    found, problems = newest_good(files.checkpoints, on_problem, at_most=at_most, move=at_most is None)
+    parallel = engine.parallel
+    on_problem = recorder(files.problems, "checkpoint", parallel.rank)
+    found, problems = newest_good(
+        files.checkpoints, parallel, on_problem, at_most=at_most, move=at_most is None
+    )
     if found is None:
         if problems or damaged(files.checkpoints):  # starting at step 0 would hide the loss
             none_good = f"no checkpoint in {files.checkpoints} is good; take one from a backup, or move the "
@@ -120,5 +118,5 @@ def open_journal(config: Config, files: RunFiles) -> Journal | None:
     """The run's journal, on rank 0; None where it keeps none."""
     if not config.checkpoint.journal:
         return None
-    on_problem = partial(record_problem, files.problems, "journal")
+    on_problem = recorder(files.problems, "journal", rank=0)
     return Journal(files.journal, binding_values(config), on_problem)

@@ -6,6 +6,8 @@ import contextlib
 import json
 import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,11 @@ def record_problem(path: Path, source: str, message: str) -> None:
     with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
         # One write of one line: processes of several nodes append to the same file.
         file.write(json.dumps(entry) + "\n")
+
+
+def recorder(path: Path, source: str, rank: int) -> Callable[[str], None]:
+    """Records the problems of `source` on rank 0 alone: all ranks see the same ones."""
+    return partial(record_problem, path, source) if rank == 0 else lambda _message: None
 
 
 def read_problems(path: Path) -> list[dict[str, Any]]:

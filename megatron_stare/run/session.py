@@ -22,7 +22,7 @@ from megatron_stare.run.health import Pulse
 from megatron_stare.run.journal import Rollouts
 from megatron_stare.run.keeping import Keeping
 from megatron_stare.run.metrics import group_metrics, merge_updates
-from megatron_stare.run.problems import record_problem
+from megatron_stare.run.problems import recorder
 from megatron_stare.run.sampling import Sampler
 from megatron_stare.run.serving import Serving
 from megatron_stare.run.stare import Stare
@@ -71,13 +71,14 @@ class Session:
         self.parallel = engine.parallel
         self.source, self.publisher, self.reporter = source, publisher, reporter
         self.keeping, self._pulse, self._bound = keeping, pulse, bound
+        self._on_problem = recorder(files.problems, "trainer", self.parallel.rank)
         self._steps = steps or config.run.steps
         self.stare = Stare.of(config)
         if self.stare and state.stare:
             self.stare.load_state_dict(state.stare)
         self.steps_done = state.steps
         self._skipped = state.skipped
-        on_problem = self._problem_of("servers")
+        on_problem = recorder(files.problems, "servers", self.parallel.rank)
         self._serving = Serving(config.rollout, engine, publisher, state.steps - 1, on_problem)
         self._times: dict[str, float] = {}
         self._sampling: dict[str, float] = {}
@@ -302,7 +303,7 @@ class Session:
         if not update.skipped:
             return
         found = f"step {self.steps_done}: gradient norm {update.grad_norm:g}"
-        self._problem_of("trainer")(f"{found}; the update was skipped ({self._skipped} in a row)")
+        self._on_problem(f"{found}; the update was skipped ({self._skipped} in a row)")
         if self._skipped >= self.config.optimizer.max_skipped:
             raise TrainingFailed(
                 f"{found}; {self._skipped} updates in a row were skipped (optimizer.max_skipped). Look at "
@@ -322,12 +323,6 @@ class Session:
             self.reporter.status(phase)
         if self._pulse:
             self._pulse.phase(phase)
-
-    def _problem_of(self, part: str) -> Callable[[str], None]:
-        """Records problems of one part, on rank 0 alone: all ranks see the same ones."""
-        if self.parallel.rank:
-            return lambda _message: None
-        return partial(record_problem, self.files.problems, part)
 
     @contextlib.contextmanager
     def _timed(self, name: str, phase: str | None = None):
