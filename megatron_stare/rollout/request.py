@@ -52,7 +52,7 @@ def request_body(
         sampling["n"] = n
         return body | {"input_ids": prompt.token_ids}
     if seed is not None:
-        seeds = [_response_seed(seed, prompt.index, number) for number in range(n)]
+        seeds = [seed_named(seed, prompt.index, number) for number in range(n)]
         body["sampling_params"] = [sampling | {"sampling_seed": own} for own in seeds]
     return body | {"input_ids": [prompt.token_ids] * n}
 
@@ -62,7 +62,7 @@ def is_seeded(body: dict[str, Any]) -> bool:
     return isinstance(body["sampling_params"], list)
 
 
-def _response_seed(seed: int, prompt: int, number: int) -> int:
-    """62 bits that differ for every response and are the same wherever and whenever it is asked for."""
-    digest = hashlib.blake2b(f"{seed}/{prompt}/{number}".encode(), digest_size=8).digest()
+def seed_named(*words: str | int) -> int:
+    """62 bits that differ for all words and are the same wherever and whenever they are asked for."""
+    digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.run.layout import starts_servers
 
 
 def trainer_ranks(config: Config) -> int:
@@ -18,8 +19,7 @@ def trainer_ranks(config: Config) -> int:
     if not torch.cuda.is_available():
         return config.parallel.model_size
     rollout = config.rollout
-    starts_servers = config.objective == "rl" and not rollout.endpoints
-    served = rollout.servers * rollout.tp if starts_servers else 0
+    served = rollout.servers * rollout.tp if starts_servers(config) else 0
     gpus = torch.cuda.device_count()
     if served >= gpus:
         raise UserError(

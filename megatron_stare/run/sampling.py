@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout import RolloutClient, StaleServersError
+from megatron_stare.rollout.request import seed_named
 from megatron_stare.run.journal import Journal, Rollouts
 from megatron_stare.tasks import PromptCursor, Scorer, fill_texts, open_source
 from megatron_stare.tasks.sample import Group, Prompt
@@ -126,8 +126,7 @@ class Sampler:
         """62 bits that name this draw of this run; None where servers draw as they like."""
         if not self.config.rollout.seeded:
             return None
-        words = "/".join(map(str, (self.config.run.seed, *purpose)))
-        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big") >> 2
+        return seed_named(self.config.run.seed, *purpose)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step's prompts start."""

@@ -62,7 +62,7 @@ class StagedDirectory:
         _finish(self.path)
         refuse_existing(self.target)  # rename would silently replace an empty directory
         self.path.rename(self.target)
-        _sync(self.target.parent)
+        sync_to_disk(self.target.parent)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -96,12 +96,13 @@ def _finish(root: Path) -> None:
         for name in names:
             path = Path(folder) / name
             path.chmod(open_to_others & 0o666)
-            _sync(path)
+            sync_to_disk(path)
         Path(folder).chmod(open_to_others)
-        _sync(Path(folder))
+        sync_to_disk(Path(folder))
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Return when what a file holds, or which names a directory has, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

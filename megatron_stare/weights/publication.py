@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_stare.weights.files import sync_to_disk
+
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 FORMAT = 1
@@ -37,11 +39,6 @@ def published(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def find_latest(directory: Path) -> tuple[int, Path] | None:
-    """The newest published checkpoint as (finished steps, path). Not verified."""
-    return next(((step, path) for step, path in published(directory) if (path / MANIFEST).is_file()), None)
-
-
 def write_sums(directory: Path, rank: int, names: list[str]) -> None:
     """Record size and checksum of the files that this rank has written."""
     write_json(directory / f"sums-{rank}.json", {name: _summed(directory / name) for name in names})
@@ -59,15 +56,15 @@ def publish(aside: Path, target: Path) -> None:
     for path in _files(aside):
         name = str(path.relative_to(aside))
         if name not in sums:
-            _sync(path)
+            sync_to_disk(path)
             sums[name] = _summed(path)
     write_json(aside / MANIFEST, {"format": FORMAT, "files": sums})
     for folder in {path.parent for path in _files(aside)}:
-        _sync(folder)
+        sync_to_disk(folder)
     if target.exists():  # the same step, saved by a run that went back behind it
         shutil.rmtree(target)
     aside.rename(target)
-    _sync(target.parent)
+    sync_to_disk(target.parent)
 
 
 def find_damage(path: Path, share: slice = slice(None)) -> str | None:
@@ -157,11 +154,3 @@ def _digest(path: Path) -> str:
 
 def _files(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

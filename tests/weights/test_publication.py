@@ -34,7 +34,7 @@ def test_a_published_checkpoint_lists_every_file_and_is_good(tmp_path):
     assert sorted(files) == ["__0_0.distcp", "objects/extra.pt", publication.RUN_STATE]
     assert publication.find_damage(path) is None
     assert names(tmp_path) == ["step_0000007"]
-    assert publication.find_latest(tmp_path) == (7, path)
+    assert publication.published(tmp_path) == [(7, path)]
 
 
 def test_shares_of_several_ranks_find_what_one_would(tmp_path):
