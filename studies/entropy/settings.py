@@ -88,7 +88,7 @@ MAIN = [
 RATES = [
     *(Setting("STARE o1", "pi", _stare("o1", "pi"), lr=lr, seeds=MAIN_SEEDS) for lr in (1e-4, 1e-5)),
     *(Setting("STARE c2", "pi", _stare("c2", "pi"), lr=lr) for lr in (1e-4, 1e-5)),
-    *(Setting("GRPO", lr=lr, seeds=(0, 1)) for lr in (1e-4, 1e-5)),
+    *(Setting("GRPO", lr=lr, seeds=MAIN_SEEDS) for lr in (1e-4, 1e-5)),
 ]
 RIVALS = [
     _rival("GRPO + dynamic sampling", "", _FULL_GROUPS),
@@ -107,7 +107,10 @@ STARTS = [
 ]
 _SMALL = {"batch.prompts_per_step": 2, "batch.responses_per_prompt": 8}
 SMALL = [
-    _rival("small batch", f"ema {e:g}", _SMALL | _stare("c2", "pi", threshold_ema=e)) for e in (0.0, 0.9)
+    Setting("small batch", label, _SMALL | values, steps=RIVAL_STEPS, lr=lr)
+    for lr in (1e-3, 1e-4)
+    for label, values in [("GRPO", {})]
+    + [(f"ema {decay:g}", _stare("c2", "pi", threshold_ema=decay)) for decay in (0.0, 0.9)]
 ]
 PARTS = {"main": MAIN, "rates": RATES, "rivals": RIVALS, "starts": STARTS, "small": SMALL}
 
