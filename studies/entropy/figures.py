@@ -9,6 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from studies.entropy.summary import BAND
+
 _PANELS = (
     ("entropy", "mean token entropy (nats)"),
     ("reward/mean", "mean reward"),
@@ -24,7 +26,9 @@ _COLOURS = (
     "tab:pink",
     "tab:cyan",
 )
-_BAND = 0.15
+_MARKERS = "osD^vP*Xph<>"
+_LEAST_REWARD = 0.84  # less than the policy had at the start of the study
+_CROWD = 3.0  # distinct answers
 
 
 def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -42,7 +46,7 @@ def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     if targets:
         mean = sum(targets) / len(targets)
         axes[0].axhline(mean, color="black", linestyle="--", linewidth=1, label=f"target (mean {mean:.2f})")
-        axes[0].axhspan(mean * (1 - _BAND), mean * (1 + _BAND), color="black", alpha=0.06)
+        axes[0].axhspan(mean * (1 - BAND), mean * (1 + BAND), color="black", alpha=0.06)
     for ax, (_, label) in zip(axes, _PANELS, strict=True):
         ax.set_ylabel(label)
         ax.grid(alpha=0.25)
@@ -53,26 +57,33 @@ def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def plot_trade_off(points: list[dict[str, Any]], path: Path) -> None:
-    """Distinct right answers of 64 samples against reward, a point a setting, one colour a method."""
-    figure = _figure(8, 5.5)
+    """Distinct right answers of 64 samples against reward, a point a setting, one colour a method.
+
+    Settings with less than `_LEAST_REWARD` are named below the figure instead of drawn.
+    """
+    figure = _figure(8, 5.8)
     ax = figure.subplots()
-    methods = list(dict.fromkeys(point["method"] for point in points))
-    shapes = "osD^vP*Xph<>"
+    drawn = [point for point in points if point["reward"] >= _LEAST_REWARD]
     handles = []
-    for number, method in enumerate(methods):
-        colour, marker = _COLOURS[number % len(_COLOURS)], shapes[number % len(shapes)]
-        handles.append(Line2D([], [], color=colour, marker=marker, linestyle="", label=method))
-        for point in points:
+    for number, method in enumerate(dict.fromkeys(point["method"] for point in drawn)):
+        style = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+        handles.append(Line2D([], [], linestyle="", label=method, **style))
+        for point in drawn:
             if point["method"] == method:
-                ax.plot(point["reward"], point["distinct"], marker, color=colour)
-                ax.annotate(
-                    point["label"], (point["reward"], point["distinct"]), fontsize=7,
-                    xytext=(4, 3), textcoords="offset points",
-                )  # fmt: skip
-    ax.set_xlabel("reward of the evaluation")
+                ax.plot(point["reward"], point["distinct"], alpha=0.8, **style)
+                # Policies that have collapsed lie on top of each other, and so would their labels.
+                if point["distinct"] > _CROWD:
+                    ax.annotate(
+                        point["label"], (point["reward"], point["distinct"]), fontsize=8,
+                        xytext=(5, 3), textcoords="offset points",
+                    )  # fmt: skip
+    left_out = [f"{p['method']} {p['label']} ({p['reward']:.2f})" for p in points if p not in drawn]
+    below = f"\nnot drawn, with less reward: {', '.join(left_out)}" if left_out else ""
+    ax.set_xlabel(f"reward of the evaluation{below}")
     ax.set_ylabel("distinct right answers of 64 samples")
+    ax.set_xlim(_LEAST_REWARD, 1.005)
     ax.grid(alpha=0.25)
-    ax.legend(handles=handles, fontsize="small")
+    ax.legend(handles=handles, fontsize="small", loc="center left")
     figure.savefig(path, dpi=110)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from studies.entropy.figures import plot_curves, plot_trade_off
 from studies.entropy.settings import LR, MAIN, NOISE, PARTS, RIVAL_STEPS, Setting, runs
+from studies.entropy.summary import BAND
 
 Record = dict[str, Any]
 _COLUMNS = (
@@ -17,6 +18,7 @@ _COLUMNS = (
     "entropy",
     "of target",
     "in band",
+    "once there",
     "reward",
     "eval reward",
     "pass@16",
@@ -87,13 +89,27 @@ def _row(setting: Setting, records: list[Record]) -> list[str]:
         str(len(records)),
         f"{_mean(records, 'entropy'):.3f}",
         f"{statistics.mean(targets):.2f}" if targets else "",
-        " / ".join(f"{100 * share:.0f} %" for share in bands),
+        _percent(bands),
+        _percent([share for record in records if (share := _held(record)) is not None]),
         f"{_mean(records, 'reward'):.3f}",
         f"{_mean(last, 'reward'):.3f}",
         f"{_mean(last, 'pass@16'):.3f}",
         f"{_mean(last, 'distinct_right'):.1f}",
         f"{_mean(records, 'length'):.2f}",
     ]
+
+
+def _percent(shares: list[float]) -> str:
+    return " / ".join(f"{100 * share:.0f} %" for share in shares)
+
+
+def _held(record: Record) -> float | None:
+    """Share of the kept points in the band, from the first one in it on; None without a target."""
+    if not record["target"]:
+        return None
+    inside = [abs(entropy / record["target"] - 1) <= BAND for entropy in record["curves"]["entropy"]]
+    later = inside[inside.index(True) :] if True in inside else [False]
+    return sum(later) / len(later)
 
 
 def _mean(records: list[dict[str, Any]], key: str) -> float:

@@ -76,12 +76,14 @@ def _rival(method: str, label: str, values: dict[str, Any]) -> Setting:
     return Setting(method, label, values, steps=RIVAL_STEPS)
 
 
+_COEFS = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 _FULL_GROUPS = {"algorithm.dynamic_sampling": True}
+_DAPO = _FULL_GROUPS | {"algorithm.clip_high": 0.28}
 MAIN = [
     Setting("GRPO", seeds=MAIN_SEEDS),
     Setting("STARE o1", "pi", _stare("o1", "pi"), seeds=MAIN_SEEDS),
     Setting("STARE c2", "pi", _stare("c2", "pi"), seeds=MAIN_SEEDS),
-    Setting("DAPO", "", _FULL_GROUPS | {"algorithm.clip_high": 0.28}, seeds=MAIN_SEEDS),
+    Setting("DAPO", "", _DAPO, seeds=MAIN_SEEDS),
     Setting("STARE o1", "pi two-sided", _stare("o1", "pi", W_min=0.5)),
     Setting("STARE c2", "pi two-sided", _stare("c2", "pi", W_min=0.5)),
 ]
@@ -92,7 +94,9 @@ RATES = [
 ]
 RIVALS = [
     _rival("GRPO + dynamic sampling", "", _FULL_GROUPS),
-    *(_rival("entropy bonus", f"{c:g}", {"algorithm.entropy_coef": c}) for c in (1e-3, 3e-3, 1e-2, 3e-2)),
+    # Its upper clip acts only where the policy moves within a step.
+    _rival("DAPO", "4 updates", _DAPO | {"batch.updates_per_step": 4}),
+    *(_rival("entropy bonus", f"{c:g}", {"algorithm.entropy_coef": c}) for c in _COEFS),
     *(_rival("KL-Cov", f"{f:g}", _kl_cov(f)) for f in (2e-3, 2e-2, 0.1)),
     *(_rival("Clip-Cov", f"{f:g}", _clip_cov(f)) for f in (2e-4, 2e-2)),
     *(_rival("80-20", f"{f:g}", _control("top_entropy", fraction=f)) for f in (0.2, 0.5)),

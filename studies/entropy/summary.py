@@ -6,7 +6,7 @@ from typing import Any
 
 _CURVES = ("entropy", "reward/mean", "reward/distinct_right", "stare/W")
 _EVERY = 5  # steps between the points that are kept of a curve
-_BAND = 0.15
+BAND = 0.15  # of the target, to either side
 _SMOOTHING = 0.7  # as the pi schedule smooths
 
 
@@ -37,7 +37,7 @@ def in_band(rows: list[dict[str, Any]], target: float) -> float:
     smoothed, inside = rows[0]["entropy"], []
     for row in rows:
         smoothed = _SMOOTHING * smoothed + (1 - _SMOOTHING) * row["entropy"]
-        inside.append(abs(smoothed / target - 1) <= _BAND)
+        inside.append(abs(smoothed / target - 1) <= BAND)
     late = inside[len(inside) // 10 :]
     return sum(late) / len(late)
 
