@@ -6,7 +6,6 @@ How one is written and published is told in saving.py and publication.py.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import queue
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,10 @@ from megatron_stare.weights.mapping import unwrap
 from megatron_stare.weights.publication import RUN_STATE
 
 
-def request_save(state: dict[str, Any], directory: Path, *, background: bool):
-    """Megatron's request to write `state` into the empty `directory`; collective.
-
-    Its function may run in a process forked from this one where `background` says so, else in this one.
-    """
+def request_save(state: dict[str, Any], directory: Path):
+    """Megatron's request to write `state` into the empty `directory`, for staging.py; collective."""
     # Writers answer through this queue. Megatron's own is served by a further process for each rank.
-    fork = multiprocessing.get_context("fork")
-    filesystem_async._results_queue = fork.Queue() if background else queue.Queue()
+    filesystem_async._results_queue = queue.Queue()
     return dist_checkpointing.save(state, str(directory), async_sharded_save=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class Engine:
             distributed=layout.distributed_optimizer,
             offload=layout.optimizer_offload,
         )
+        self._settle: Callable[[], None] = lambda: None
         self._largest_norm = optimizer.skip_grad_norm or math.inf
         self.learning_rate = LearningRate(
             peak=optimizer.lr,
@@ -144,6 +145,7 @@ class Engine:
             normalizer=normalizer,
             lr=lr,
             largest_norm=self._largest_norm,
+            before_update=self._settle,
         )
 
     @functools.cached_property
@@ -175,7 +177,8 @@ class Engine:
     def save(
         self, checkpoints: Checkpoints, steps: int, run_state: dict[str, Any], *, background: bool
     ) -> None:
-        """Begin to write the checkpoint after `steps` finished steps."""
+        """Begin to write the checkpoint after `steps` finished steps; the next update waits where it must."""
+        self._settle = checkpoints.settle
         checkpoints.save(steps, self.models, self.optimizer, run_state, background=background)
 
     def load(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saves while training goes on: a forked process of each rank writes what memory held at the fork.
+"""Saves while training goes on, published once all ranks have written their shares (staging.py).
 
 All ranks call `save` and `poll` at the same points. Nothing here raises for a disk that fails: training goes
 on without that checkpoint, and the outcome says why.
@@ -6,11 +6,7 @@ on without that checkpoint, and the outcome says why.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replic
 
 from megatron_stare.engine import checkpoint
 from megatron_stare.engine.parallel import Parallel
-from megatron_stare.parent import end_with_parent
+from megatron_stare.engine.staging import Staging, Write
 from megatron_stare.weights import publication
 from megatron_stare.weights.convert import gigabytes
 from megatron_stare.weights.save import copy_companions
@@ -46,7 +42,7 @@ class _Saving:
     step: int
     run_state: dict[str, Any]
     request: Any  # Megatron's; or what is in its way, in a sentence
-    process: multiprocessing.Process | None = None
+    write: Write | None = None
 
 
 class Checkpoints:
@@ -71,13 +67,14 @@ class Checkpoints:
         self.directory, self._parallel = directory, parallel
         self._hf_dir = Path(hf_dir)
         self._keep = (keep_last, keep_every)
+        self._staging = Staging()
         self._saving: _Saving | None = None
 
     def save(self, step: int, models, optimizer, run_state: dict[str, Any], *, background: bool) -> None:
         """Begin to write the checkpoint after `step` steps; `poll` tells the outcome.
 
-        On return models and optimizer may change. One save is under way at a time: call `poll(wait=True)`
-        first. Without `background` all is written on return, but not yet published.
+        Models and optimizer may change once `settle` has returned. One save is under way at a time: call
+        `poll(wait=True)` first. Without `background` all is written on return, but not yet published.
         """
         if self._saving:
             raise RuntimeError(f"the save of step {self._saving.step} is still under way")
@@ -88,31 +85,27 @@ class Checkpoints:
         if problem:
             self._saving = _Saving(step, run_state, problem)
             return
-        request = checkpoint.request_save(state, aside, background=background)
-        if request.async_fn is None:  # nothing of the state is this rank's to write
-            self._saving = _Saving(step, run_state, request)
-            return
-        arguments = list(request.async_fn_args)
-        if request.preload_fn:
-            arguments[1] = request.preload_fn()
-        work = (request.async_fn, arguments, aside, self._parallel.rank)
-        process = None
-        if background:
-            fork = multiprocessing.get_context("fork")
-            process = fork.Process(target=_write_apart, args=(os.getpid(), work))
-            process.start()
-        else:
-            _write(*work)
-        self._saving = _Saving(step, run_state, request, process)
+        request = checkpoint.request_save(state, aside)
+        write = None
+        if request.async_fn:  # else nothing of the state is this rank's to write
+            write = self._staging.write(request, aside, self._parallel.rank, background=background)
+            if not background:
+                write.wait()
+        self._saving = _Saving(step, run_state, request, write)
+
+    def settle(self) -> None:
+        """Wait until models and optimizer may change."""
+        if self._saving and self._saving.write:
+            self._saving.write.settle()
 
     def poll(self, *, wait: bool = False) -> Outcome | None:
         """Publish the save that is under way once all ranks have written it; None until then."""
         saving = self._saving
         if saving is None:
             return None
-        if wait and saving.process:
-            saving.process.join()
-        if self._total(int(saving.process is not None and saving.process.is_alive())):
+        if wait and saving.write:
+            saving.write.wait()
+        if self._total(int(saving.write is not None and not saving.write.done)):
             return None
         self._saving = None
         if isinstance(saving.request, str):
@@ -210,37 +203,6 @@ def newest_good(
                 publication.set_aside(path)
             on_problem(problems[-1])
     return None, problems
-
-
-def _write_apart(parent: int, work: tuple) -> None:
-    """In a process of its own, which must not outlive the rank, nor must those that it forks."""
-    _die_with(parent)
-    me = os.getpid()
-    os.register_at_fork(after_in_child=lambda: _die_with(me))
-    # The rank's handlers are for the rank.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    _write(*work)
-
-
-def _write(write: Callable, arguments: list, directory: Path, rank: int) -> None:
-    """Megatron's writer, and then the sums of what it wrote, unless it failed."""
-    arguments = list(arguments)
-    results, arguments[2] = arguments[2], queue.SimpleQueue()
-    write(*arguments)
-    result = arguments[2].get()
-    if not isinstance(result, Exception):
-        try:
-            publication.write_sums(directory, rank, [name for _path, name, _data in arguments[1]])
-        except OSError as error:
-            result = error
-    results.put(result)
-
-
-def _die_with(parent: int) -> None:
-    end_with_parent()
-    if os.getppid() != parent:  # it was gone before
-        os._exit(1)
 
 
 def _own_bytes(state: dict[str, Any]) -> int:

@@ -88,11 +88,12 @@ def learn(
     normalizer: float,
     lr: float,
     largest_norm: float = math.inf,
+    before_update: Callable[[], None] = lambda: None,
 ) -> UpdateStats:
     """One optimizer update on `loss` summed over the global batch and divided by `normalizer`.
 
     It is skipped, and parameters and moments stay as they are, where the gradient's norm is not finite or is
-    above `largest_norm`.
+    above `largest_norm`. `before_update` is called when they are about to change.
     """
     announce_tokens(models, microbatches, parallel)
     for model in models:
@@ -113,6 +114,7 @@ def learn(
     norm = float(optimizer.get_grad_norm())  # equal on all ranks, so they skip together
     sound = math.isfinite(norm) and norm <= largest_norm
     if sound:
+        before_update()
         optimizer.step()
     return UpdateStats(sums.pop("loss", 0.0) / normalizer, norm, sums, skipped=0 if sound else 1)
 
