@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,9 @@ class Child:
     It leads its own session, so that Ctrl-C in the terminal reaches only this process, which then
     ends the others in order. It asks the kernel to be killed when the *thread* that started it ends
     (child.die_with_parent): start it from a thread that lives as long as the fleet.
+
+    Its temporary directory is its own and goes when it is ended: else SGLang's sockets, torchrun's logs and
+    wandb's directories would stay, for these processes end without cleaning up.
     """
 
     def __init__(
@@ -38,6 +42,12 @@ class Child:
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        self.scratch = tempfile.TemporaryDirectory(prefix="megatron-stare-", ignore_cleanup_errors=True)
+        own = {"TMPDIR": self.scratch.name, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        # Ours come last: when a process sets the variable that is first in its environment, setproctitle no
+        # longer finds its arguments, and SGLang sets the cache directory.
+        variables = {**os.environ, **environment, **own}
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", _kernels())
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -45,7 +55,7 @@ class Child:
                 stdout=None if show else output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+                env=variables,
             )
 
     @property
@@ -91,6 +101,13 @@ def end(children: list[Child], grace: float = 1.0) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=5.0)
+    for child in children:
+        child.scratch.cleanup()
+
+
+def _kernels() -> str:
+    """Where compiled kernels are kept from run to run; torch's default is in the temporary directory."""
+    return str(Path(tempfile.gettempdir()) / f"torchinductor-{os.getuid()}")
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
