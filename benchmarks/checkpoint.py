@@ -4,8 +4,9 @@
 
 One process trains a model of 74M parameters in float32: files of 737 MB with Adam's moments. Bursts of
 training steps alternate: without a save, with one in the background that is published within the burst, and
-with one that is waited for. The stall is what a burst takes longer than one without a save: the call, the steps that the
-writer slows down, the poll that publishes. Both kinds write the same files with the same checksums.
+with one that is waited for. The stall is what a burst takes longer than one without a save: the call, the
+steps that the writer slows down, the poll that publishes. Both kinds write the same files with the same
+checksums.
 """
 
 from __future__ import annotations
