@@ -1,6 +1,6 @@
 """What a step costs: with STARE against without, and ours against TRL's.
 
-    python -m benchmarks.step [--repeats N] [--rounds N]
+    python -m benchmarks.step [--repeats N] [--rounds N] [--model NAME ...]
 
 `stare_on_over_off`: one engine and one batch take training steps (log-probs and entropy, gate, thresholds,
 weights, update) in turn with STARE and without it; the median of the ratio of neighbours. The model is the
@@ -9,6 +9,9 @@ quickstart's, of 0.4M parameters: the larger a model, the less STARE's share.
 `tokens_per_second_over_trl`: whole RL steps, with sampling, of the same tiny Qwen3 model on the same prompts
 with the same limits, by `megatron-stare train` with a real SGLang server, and by TRL's GRPOTrainer; runs of
 one and the other alternate. TRL has all cores for its one process. Needs `pip install --no-deps trl==1.16.0`.
+The ratio is that of a model of 19M parameters, whose time goes into its matrix products as any larger one's
+does. Of the quickstart's own model, where either program mostly waits for Python, it is
+`tokens_per_second_over_trl_quickstart`.
 """
 
 from __future__ import annotations
@@ -33,34 +36,38 @@ import click
 from benchmarks.common import note, report
 
 PROMPTS, RESPONSES, RESPONSE_TOKENS = 16, 16, 64
-STEPS, WARM_UP = 12, 4  # of a run of either trainer; the first steps are not counted
-LAYERS = {"layers": 3, "hidden": 96, "heads": 4, "kv_heads": 4, "head_dim": 24, "ffn": 256}
+MODELS = {
+    "19M": {"layers": 6, "hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 1536},
+    "quickstart": {"layers": 3, "hidden": 96, "heads": 4, "kv_heads": 4, "head_dim": 24, "ffn": 256},
+}
+STEPS = {"19M": 8, "quickstart": 12}  # of a run of either trainer
+WARM_UP = 4  # of those: not counted
 
 
 @click.command()
 @click.option("--repeats", default=40, show_default=True, help="Training steps with and without STARE.")
 @click.option("--rounds", default=2, show_default=True, help="Runs of each trainer; 0: no comparison.")
-def main(repeats: int, rounds: int) -> None:
+@click.option("--model", "names", type=click.Choice(list(MODELS)), multiple=True, default=tuple(MODELS))
+def main(repeats: int, rounds: int, names: tuple[str, ...]) -> None:
     """Print one JSON line: stare_on_over_off, tokens_per_second_over_trl."""
     if rounds and importlib.util.find_spec("trl") is None:
         raise click.UsageError(
             "the package trl is not installed: pip install --no-deps trl==1.16.0, or --rounds 0"
         )
-    with tempfile.TemporaryDirectory(prefix="benchmark-step-") as name:
-        scratch = Path(name)
-        model = write_model(scratch)
+    with tempfile.TemporaryDirectory(prefix="benchmark-step-") as scratch:
         ratios, figures = {}, {}
-        if rounds:
-            rates = compare_trainers(model, scratch, rounds)
-            ratios["tokens_per_second_over_trl"] = rates["ours"] / rates["trl"]
-            figures |= {f"{name}_tokens_per_second": rate for name, rate in rates.items()}
-        seconds = compare_stare(model, scratch, repeats)
+        for name in names if rounds else ():
+            suffix = "" if name == "19M" else f"_{name}"
+            rates = compare_trainers(name, Path(scratch, name), rounds)
+            ratios[f"tokens_per_second_over_trl{suffix}"] = rates["ours"] / rates["trl"]
+            figures |= {f"{of}_tokens_per_second{suffix}": rate for of, rate in rates.items()}
+        seconds = compare_stare(Path(scratch, "stare"), repeats)
         ratios["stare_on_over_off"] = seconds.pop("ratio")
         report("step", ratios, figures | seconds)
 
 
-def write_model(scratch: Path) -> Path:
-    """The tiny Qwen3 with the sums task's tokenizer, untrained: responses end by chance."""
+def write_model(name: str, scratch: Path) -> Path:
+    """A tiny Qwen3 with the sums task's tokenizer, untrained: responses end by chance."""
     from megatron_stare.tasks import load_tokenizer
     from megatron_stare.tasks.sums import VOCABULARY, write_tokenizer
     from megatron_stare.weights import write_tiny_checkpoint
@@ -70,14 +77,14 @@ def write_model(scratch: Path) -> Path:
         scratch / "model",
         vocab_size=len(VOCABULARY),
         tokenizer=load_tokenizer(scratch / "tokenizer"),
-        **LAYERS,
+        **MODELS[name],
     )
 
 
 # --- with and without STARE -----------------------------------------------------------------------------
 
 
-def compare_stare(model: Path, scratch: Path, repeats: int) -> dict[str, float]:
+def compare_stare(scratch: Path, repeats: int) -> dict[str, float]:
     """Median seconds of a training step with and without STARE, and the median ratio of neighbours."""
     from megatron_stare.engine.device import current
     from megatron_stare.engine.engine import Engine
@@ -86,6 +93,7 @@ def compare_stare(model: Path, scratch: Path, repeats: int) -> dict[str, float]:
     from megatron_stare.run.session import Session
     from megatron_stare.run.state import RunState
 
+    model = write_model("quickstart", scratch)
     configs = {name: _config(model, name == "on") for name in ("on", "off")}
     engine = Engine(configs["on"], current(), initialize(current(), tp=1, pp=1))
     roles = ("source", "publisher", "reporter", "keeping", "pulse")
@@ -155,24 +163,26 @@ def _groups() -> list:
 # --- ours and TRL's -------------------------------------------------------------------------------------
 
 
-def compare_trainers(model: Path, scratch: Path, rounds: int) -> dict[str, float]:
+def compare_trainers(name: str, scratch: Path, rounds: int) -> dict[str, float]:
     """Response tokens a second of each: the median over runs of tokens over seconds of the counted steps."""
+    model = write_model(name, scratch)
     rates: dict[str, list[float]] = {"ours": [], "trl": []}
     contestants = {"ours": _run_ours, "trl": _run_trl}
-    for number, (name, run) in itertools.product(range(rounds), contestants.items()):
-        note(f"{name}, run {number + 1} of {rounds}")
-        rates[name].append(run(model, scratch / f"{name}-{number}"))
-    return {name: statistics.median(values) for name, values in rates.items()}
+    for number, (who, run) in itertools.product(range(rounds), contestants.items()):
+        rows = run(model, scratch / f"{who}-{number}", STEPS[name])[WARM_UP:]
+        rates[who].append(sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows))
+        note(f"{name}, {who}, run {number + 1} of {rounds}: {rates[who][-1]:.0f} tokens/s")
+    return {who: statistics.median(values) for who, values in rates.items()}
 
 
-def _run_ours(model: Path, directory: Path) -> float:
+def _run_ours(model: Path, directory: Path, steps: int) -> list[dict[str, float]]:
     from megatron_stare.report import read_metrics
 
     config = Path(__file__).parents[1] / "configs" / "quickstart" / "stare.yaml"
     cores = len(os.sched_getaffinity(0))
     values = {
         "run.dir": directory,
-        "run.steps": STEPS,
+        "run.steps": steps,
         "model.path": model,
         # As many processes as TRL has threads, for sampling and for training.
         "rollout.servers": cores,
@@ -188,17 +198,14 @@ def _run_ours(model: Path, directory: Path) -> float:
     }
     overrides = [f"{key}={value}" for key, value in values.items()]
     _call([sys.executable, "-m", "megatron_stare", "train", str(config), *overrides])
-    rows = read_metrics(directory / "metrics.jsonl")[WARM_UP:]
-    return sum(row["tokens"] for row in rows) / sum(row["time/step"] for row in rows)
+    rows = read_metrics(directory / "metrics.jsonl")
+    return [{"tokens": row["tokens"], "seconds": row["time/step"]} for row in rows]
 
 
-def _run_trl(model: Path, directory: Path) -> float:
-    threads = str(len(os.sched_getaffinity(0)))
-    output = _call(
-        [sys.executable, "-m", "benchmarks.trl_steps", str(model), str(directory)], OMP_NUM_THREADS=threads
-    )
-    rows = json.loads(output.splitlines()[-1])[WARM_UP:]
-    return sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
+def _run_trl(model: Path, directory: Path, steps: int) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "benchmarks.trl_steps", str(model), str(directory), str(steps)]
+    output = _call(command, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))
+    return json.loads(output.splitlines()[-1])
 
 
 def _call(command: list[str], **environment: str) -> str:

@@ -1,6 +1,6 @@
 """TRL's side of benchmarks.step: GRPOTrainer on the sums task; prints tokens and seconds of each step.
 
-python -m benchmarks.trl_steps MODEL SCRATCH
+python -m benchmarks.trl_steps MODEL SCRATCH STEPS
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import json
 import sys
 import time
 
-from benchmarks.step import PROMPTS, RESPONSE_TOKENS, RESPONSES, STEPS
+from benchmarks.step import PROMPTS, RESPONSE_TOKENS, RESPONSES
 
 
-def main(model: str, scratch: str) -> None:
+def main(model: str, scratch: str, steps: str) -> None:
     """Train, and print one JSON list."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -44,7 +44,7 @@ def main(model: str, scratch: str) -> None:
     # One batch of all responses, one update, no reference model, nothing written or logged: as little as
     # TRL can do for the same step.
     options = {
-        "max_steps": STEPS,
+        "max_steps": int(steps),
         "max_completion_length": RESPONSE_TOKENS,
         "per_device_train_batch_size": PROMPTS * RESPONSES,
         "num_generations": RESPONSES,
