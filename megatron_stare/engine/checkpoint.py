@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_stare.errors import UserError
@@ -23,7 +25,22 @@ def request_save(state: dict[str, Any], directory: Path):
     """Megatron's request to write `state` into the empty `directory`, for staging.py; collective."""
     # Writers answer through this queue. Megatron's own is served by a further process for each rank.
     filesystem_async._results_queue = queue.Queue()
+    _detach_from_buffers(state)
     return dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+
+
+def _detach_from_buffers(state: dict[str, Any]) -> None:
+    """Give views of Megatron's buffers storages of their own, over the same memory.
+
+    Its planner clones each tensor in host memory whose storage holds more than the tensor, while training
+    waits.
+    """
+    apply_factories(state)  # which makes further views, of fused matrices; `save` would do it as well
+    for value in nested_values(state):
+        data = getattr(value, "data", None)
+        if torch.is_tensor(data) and data.is_cpu and data.is_contiguous() and data.dim():
+            memory = data.detach().flatten().view(torch.uint8).numpy()
+            value.data = torch.from_numpy(memory).view(data.dtype).view(data.shape)
 
 
 def read_run_state(path: Path) -> dict[str, Any]:

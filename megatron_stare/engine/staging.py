@@ -10,7 +10,7 @@ import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -68,8 +68,9 @@ class Staging:
                 later.clear()
                 write._copied.set()
                 threads = 1 if background else len(buckets)  # training has the other cores
-                result = _write_buckets(request.async_fn.args[0], buckets, threads)
-                publication.write_sums(directory, rank, [name for _path, name, _data in buckets])
+                (transforms,) = request.async_fn.args[0]
+                result, sums = _write_buckets(transforms, buckets, threads)
+                publication.write_sums(directory, rank, sums)
             except Exception as error:
                 result = error
             finally:
@@ -102,17 +103,54 @@ class Staging:
         return copy
 
 
-def _write_buckets(transforms: list, buckets: list[Bucket], threads: int) -> dict[int, list]:
-    """Megatron's writer on each file. What it wrote, by the bucket's number; raises what a writer met."""
+class _Summing:
+    """Megatron's transforms of what it writes into one file, with the sum of all that passes."""
 
-    def write(i: int) -> list:
+    def __init__(self, transforms: Any) -> None:
+        self._transforms, self.sum = transforms, publication.Sum()
+
+    def transform_save_stream(self, item: Any, raw: IO[bytes]) -> tuple[Any, list]:
+        """The stream that `item` goes into, and the names of what it is transformed by."""
+        return self._transforms.transform_save_stream(item, _SummedStream(raw, self.sum))
+
+
+class _SummedStream:
+    """Writes to `raw` in pieces that a core's cache still holds when they are summed up."""
+
+    PIECE_BYTES = 1 << 18
+
+    def __init__(self, raw: IO[bytes], total: publication.Sum) -> None:
+        self._raw, self._sum = raw, total
+        self.flush = raw.flush
+
+    def write(self, data: Any) -> int:
+        """All of `data`; its bytes."""
+        data = memoryview(data).cast("B")
+        for begin in range(0, len(data), self.PIECE_BYTES):
+            piece = data[begin : begin + self.PIECE_BYTES]
+            self._raw.write(piece)
+            self._sum.update(piece)
+        return len(data)
+
+
+def _write_buckets(
+    transforms: Any, buckets: list[Bucket], threads: int
+) -> tuple[dict[int, list], dict[str, dict]]:
+    """Megatron's writer on each file. What it wrote, by the bucket's number, and each file's sum, by name.
+
+    Raises what a writer met.
+    """
+
+    def write(i: int) -> tuple[list, dict]:
         results, counts = queue.SimpleQueue(), queue.Queue()
         counts.put(i)
-        FileSystemWriterAsync.write_preloaded_data(transforms, i, buckets[i], results, counts, use_fsync=True)
+        summing = _Summing(transforms)
+        FileSystemWriterAsync.write_preloaded_data([summing], i, buckets[i], results, counts, use_fsync=True)
         _number, result = results.get()
         if isinstance(result, Exception):
             raise result
-        return result
+        return result, summing.sum.entry()
 
     with ThreadPoolExecutor(threads) as pool:
-        return dict(enumerate(pool.map(write, range(len(buckets)))))
+        written, sums = zip(*pool.map(write, range(len(buckets))), strict=True)
+    return dict(enumerate(written)), {bucket[1]: sum_ for bucket, sum_ in zip(buckets, sums, strict=True)}

@@ -4,7 +4,8 @@
     step_0000140.tmp/        being written, or left by a process that was killed: never read
     step_0000100.damaged/    was found not to be what had been published: kept, never read again
 
-Writers sum up their own files in `sums-RANK.json`; `publish` makes the manifest of them, and renames.
+Writers sum up what they write, on its way, in `sums-RANK.json`; `publish` makes the manifest of them, and
+renames.
 """
 
 from __future__ import annotations
@@ -39,9 +40,25 @@ def published(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def write_sums(directory: Path, rank: int, names: list[str]) -> None:
-    """Record size and checksum of the files that this rank has written."""
-    write_json(directory / f"sums-{rank}.json", {name: _summed(directory / name) for name in names})
+class Sum:
+    """Size and checksum of a file's bytes, taken while they are written."""
+
+    def __init__(self) -> None:
+        self._bytes, self._sha256 = 0, hashlib.sha256()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Go on with the next bytes."""
+        self._bytes += len(data)
+        self._sha256.update(data)
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says of the file."""
+        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+
+
+def write_sums(directory: Path, rank: int, sums: dict[str, dict[str, Any]]) -> None:
+    """Record size and checksum of the files that this rank has written, by their names."""
+    write_json(directory / f"sums-{rank}.json", sums)
 
 
 def publish(aside: Path, target: Path) -> None:
